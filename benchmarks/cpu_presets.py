@@ -40,6 +40,7 @@ def trained(task: str, folder: Path, threads: int, changes: list[str]) -> dict[s
         "updates": result["steps"],
         "parameters": about["parameters"],
         "threads": about["threads"],
+        "commit": about["commit"],
         "scores": scores,
         "floors": floors_of(task, split),
         "settings": config,
@@ -64,8 +65,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.changes and given.out == RESULTS / "cpu_presets.json":
         parser.error("--set makes other runs than the presets: name another file by --out")
-    kept = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
-    rows, failed = {row["task"]: row for row in kept}, []
+    kept = json.loads(given.out.read_text()) if given.out.exists() else {"rows": []}
+    rows, failed = {row["task"]: {"commit": kept["made_with"]["commit"], **row} for row in kept["rows"]}, []
     progress = Progress(len(given.only))
     for task in given.only:
         try:

@@ -16,14 +16,13 @@ import numpy as np
 from common import Progress, save
 from regard import scores, tasks
 from regard.data import datasets
-from regard.data.bracket_score import OUTERMOST, bracket_score
 from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.extended_vocab import extended_words
-from regard.data.go_games import GoPositions
 from regard.data.locate import find
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.text_files import Pair
-from regard.data.treebank import Tree, constituents, plain_label, read_gum, right_branching, words_of_tree
+from regard.data.tree_floors import branching_labels, branching_scores
+from regard.data.treebank import Tree, read_gum
 from regard.data.wikisql import split_words
 from regard.tasks.copying import CopyTask, oov_recall
 from regard.tasks.go_task import GoTask
@@ -201,49 +200,24 @@ def wikisql(task: CopyTask) -> list[Row]:
 
 def gum(parts: Splits[list[Tree]]) -> list[Row]:
     """Trees that branch to the right, with the true tags: by the most frequent label, and by the best one on train."""
-    labels = Counter(plain_label(x.label) for tree in parts.train for x in constituents(tree) if x.label not in OUTERMOST)
-    frequent = [label for label, _ in labels.most_common(5)]
-    best = max(frequent, key=lambda label: branching(parts.train, label)["f1"])
-    floors = {f"right branching, {frequent[0]} everywhere (the most frequent label)": frequent[0]}
-    floors |= {} if best == frequent[0] else {f"right branching, {best} everywhere (the best label on train)": best}
-    return [row("gum", name, branching(parts.test, label)) for name, label in floors.items()]
-
-
-def branching(trees: Sequence[Tree], label: str) -> dict[str, float]:
-    """The scores of right branching by one label, but for tags, which it is given."""
-    found = bracket_score([right_branching(words_of_tree(tree), label) for tree in trees], trees)._asdict()
-    del found["tagged"]
-    return {**found, "sentences": float(len(trees))}
+    labels = branching_labels(parts.train)
+    floors = {f"right branching, {labels.frequent} everywhere (the most frequent label)": labels.frequent}
+    if labels.best != labels.frequent:
+        floors[f"right branching, {labels.best} everywhere (the best label on train)"] = labels.best
+    found = branching_scores(parts.test, floors.values())
+    lines = {name: {**found[label]._asdict(), "sentences": float(len(parts.test))} for name, label in floors.items()}
+    for line in lines.values():
+        del line["tagged"]  # tags are given
+    return [row("gum", name, line) for name, line in lines.items()]
 
 
 def go(task: GoTask) -> list[Row]:
     """Moves drawn among the allowed ones, and the allowed point whose offset from the last move is the most frequent in train."""
-    found, (train, test) = task.positions, (np.asarray(task.splits[name]) for name in ("train", "test"))
-    assert found is not None
-    allowed = (found.kinds[test] == 0).sum(1)
-    drawn = {"top1": 100 * float((1 / allowed).mean()), "top5": 100 * float((np.minimum(5, allowed) / allowed).mean())}
-    ranks = offset_ranks(found.at(train), found.at(test))
-    near = {"top1": 100 * float((ranks == 0).mean()), "top5": 100 * float((ranks < 5).mean())}
-    floors = {"drawn among the allowed points": drawn, "the most frequent offset from the last move (train)": near}
-    return [row("go", name, {**scores, "positions": float(len(test))}) for name, scores in floors.items()]
-
-
-def offset_ranks(train: GoPositions, asked: GoPositions, side: int = 19) -> np.ndarray:
-    """How many allowed points have an offset from the last move that train has more often than that of the move."""
-    points, wide = side * side, 2 * side + 1
-
-    def offsets(last: np.ndarray, point: np.ndarray) -> np.ndarray:
-        """A number for rows and columns between two points, from the board's centre where there is no last move."""
-        last = np.where(last == points, points // 2, last)
-        return (point // side - last // side + side) * wide + point % side - last % side + side
-
-    counts = np.bincount(offsets(train.recent[:, 0].astype(int), train.move.astype(int)), minlength=wide * wide)
-    ranks = []
-    for start in range(0, len(asked.move), 4096):
-        kinds, last, move = (x[start : start + 4096] for x in (asked.kinds, asked.recent[:, 0].astype(int), asked.move))
-        frequent = np.where(kinds == 0, counts[offsets(last[:, None], np.arange(points)[None])], -1)
-        ranks.append((frequent > frequent[np.arange(len(move)), move][:, None]).sum(1))
-    return np.concatenate(ranks)
+    found, positions = task.floors("test"), float(len(task.splits["test"]))
+    names = {"drawn among the allowed points": "floor_drawn", "the most frequent offset from the last move (train)": "floor"}
+    return [
+        row("go", name, {"top1": found[key], "top5": found[f"{key}_top5"], "positions": positions}) for name, key in names.items()
+    ]
 
 
 def ready(name: str) -> Any:

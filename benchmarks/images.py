@@ -1,4 +1,4 @@
-"""CIFAR-10 in colour (a JPEG copy): how accuracy grows with the training images, and eight mechanisms over the same patches.
+"""CIFAR-10 in colour: how accuracy grows with the training images, and eight mechanisms over the same patches.
 
     REGARD_DATA=... LIMIT=1500 python benchmarks/images.py                    into results/images.json
     python benchmarks/images.py --only curve --seeds 1                        one part of it
@@ -138,6 +138,7 @@ class Trainer:
         self.whole = {name: rows[:: 200 if tiny else 1] for name, rows in made.splits.items()}
         self.held = {name: DeviceImages(self.whole[name], self.device) for name in ("val", "test")}
         self.labels = made.labels
+        self.data = made.describe_data()[-1]  # the original pixels, or a copy in JPEG files
 
     def floors(self) -> dict[str, float]:
         """Score what needs no network on test: one label, the nearest mean, ridge regression of pixels."""
@@ -231,10 +232,12 @@ def main() -> None:
     name = Path(tempfile.gettempdir()) / "images_tiny.json" if options.tiny else RESULTS / "images.json"
     path, deadline = options.out or name, time.monotonic() + float(os.environ.get("LIMIT", "1e9"))
     record, trainer = kept(path), Trainer(options.tiny, deadline)
+    if record["rows"] and record["settings"]["data"] != trainer.data:
+        sys.exit(f"{path} is on {record['settings']['data']}, and this is {trainer.data}: choose another file by --out")
     if not record["floors"]:
         record["floors"] = trainer.floors()
     record["settings"] = {
-        "data": "CIFAR-10, JPEG copy (quality 75)",
+        "data": trainer.data,
         "shares": SHARES,
         "scale": options.scale,
         "tiny": options.tiny,

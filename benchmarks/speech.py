@@ -1,7 +1,8 @@
 """Speech tasks, trained and scored through the command line: python benchmarks/speech.py --work DIR [--only GROUP ...]
 
-Groups: digits (fsdd, every voice held out once), voices (fsdd_speaker), an4 (Conformer and Transformer of equal size, decoders),
-ahead (an4 by CTC alone: full attention, and Truncated by look-ahead, with the latency of its stream), strings (fsdd_strings),
+Groups: digits (fsdd, every voice held out once), front (fsdd, two voices held out, without one of its settings), voices
+(fsdd_speaker), an4 (Conformer and Transformer of equal size, decoders), ahead (an4 by CTC alone: full attention, and Truncated by
+look-ahead, with the latency of its stream), strings (fsdd_strings),
 floors (scores without a network). Runs that are there go on. LIMIT or --limit is the seconds after which what still runs is
 stopped. Needs REGARD_DATA. Writes results/speech.json, in which rows of earlier calls stay unless they are run again.
 """
@@ -28,6 +29,15 @@ from tasks import Row, found, run
 VOICES = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
 PAIRS = (("nicolas", "theo"), ("george", "lucas"), ("jackson", "yweweler"))
 AHEAD = (0, 1, 2, 4, 8)
+LEFT_OUT = {  # one thing at a time, with the two voices held out on which the settings were chosen
+    "as it is": [],
+    "divided by the spread": ["normalise=utterance"],
+    "without a floor": ["floor=0", "floor_change=0"],
+    "the same floor always": ["floor_change=0"],
+    "without trimming": ["trim=0"],
+    "convolutions over time alone": ["channels=0"],
+    "with masked bands": ["bands=2"],
+}
 AN4_SEEDS = (1, 2, 3, 4, 5)
 TINY = ["width=8", "heads=2", "depth=1", "ffn=8", "steps=2", "warmup=1", "validate_every=2", "save_every=2", "batch_tokens=2000"]
 DECODES = ([], ["beam=1"], ["decode=attention", "beam=5"], ["decode=joint", "beam=10"])
@@ -40,6 +50,8 @@ def rows(tiny: bool = False) -> list[Row]:
         for seed in (1, 2, 3)
         for voice in VOICES
     ]
+    for what, sets in LEFT_OUT.items():
+        many.append(Row(f"fsdd {what}", "front", "fsdd", ['held_out=["lucas", "nicolas"]', *sets]))
     for one, two in PAIRS:
         many.append(Row(f"fsdd_speaker {one} {two}", "voices", "fsdd_speaker", [f'held_out=["{one}", "{two}"]']))
     equal = ["block=transformer", "depth=15"]  # 15 layers have about the parameters of 8 of the Conformer

@@ -22,7 +22,7 @@ from common import RESULTS, Progress, save
 
 MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
 SEEDS = (1, 2, 3)
-STEADY = ("translate", "mixers", "language", "copy", "parse", "go", "parallel")  # groups whose passes are alike
+STEADY = ("translate", "mixers", "parts", "language", "copy", "parse", "go", "parallel")  # groups whose passes are alike
 DECODINGS = (["beam=1"], *(["beam=5", f"length_penalty={power}"] for power in (0.0, 1.0, 2.0)), ["beam=10"])
 
 
@@ -42,6 +42,8 @@ class Row:
 MIXERS = ("softmax", "Local(8)", "Local(4) | Global(first=1)", "conv", "linear", "synthesizer", "performer", "gla")
 PLAIN = ["mode=teacher_forcing", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
 FEW = [*PLAIN, "steps=1000", "validate_every=500"]  # for all mixers alike
+POSITIONS = ("learned", "rotary", "relative", "alibi", "none")  # the model as it is has sinusoidal ones
+PARTS = [*(f"positions={x}" for x in POSITIONS), *(f"wiring={x}" for x in ("each", "both", "mixed")), "norm=post", "mixer=relu"]
 
 
 def rows() -> list[Row]:
@@ -53,8 +55,11 @@ def rows() -> list[Row]:
             many.append(Row(f"multi30k {name} {seed}", "translate", "multi30k", [f"seed={seed}", *sets], scored=scored))
     many.append(Row("multi30k cased", "translate", "multi30k", ["lower=false"]))
     many += [Row(f"multi30k {mixer}", "mixers", "multi30k", [f"mixer={mixer}", *FEW]) for mixer in MIXERS]
+    many += [Row("multi30k as it is", "parts", "multi30k", FEW)]
+    many += [Row(f"multi30k {part}", "parts", "multi30k", [part, *FEW]) for part in PARTS]
     many += [Row(f"ewt {seed}", "tag", "ewt", [f"seed={seed}"]) for seed in SEEDS]
     many += [Row(f"imdb {seed}", "sentiment", "imdb", [f"seed={seed}"]) for seed in SEEDS]
+    many += [Row(f"imdb softmax {seed}", "sentiment", "imdb", ["mixer=softmax", f"seed={seed}"]) for seed in SEEDS]
     many += [Row("shakespeare", "language", "shakespeare", ["precision=bf16-mixed"], split="val")]
     for task in ("acl_titles", "wikisql"):
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]

@@ -252,6 +252,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "decode_step": lambda: decode_step(result("decode_step")),
         "step": lambda: step(if_there("step")),
         "translation": lambda: real.translation(if_there("tasks"), if_there("floors")),
+        "parts": lambda: real.parts(if_there("tasks")),
         "decodings": lambda: real.decodings(if_there("tasks")),
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),

@@ -19,6 +19,7 @@ def speech(made: Made) -> str:
     w = made["made_with"]
     source = f"({w['device']}, {w['threads']} thread; torch {w['torch']}; commits of the runs are in results/speech.json.)"
     parts = [_digits([row for row in trained if row["group"] == "digits"], floors)]
+    parts.append(_front([row for row in trained if row["group"] == "front"]))
     parts.append(_voices([row for row in trained if row["group"] == "voices"], floors))
     missing = [group for group in ("an4", "ahead", "strings") if not any(row["group"] == group for row in trained)]
     if missing:
@@ -43,6 +44,12 @@ def _digits(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> st
     body.append([f"mean of {len(own)} voices", "", *(f"{mean(found.values()):.1f}" for found in (own, *ridges))])
     head = ["`fsdd`, voice held out", "seeds", "digits right, %", "floor: ridge regression of means and spreads, %"]
     return table([*head, "floor: the same of the mean of each fifth and of spreads, %"], body)
+
+
+def _front(rows: list[dict[str, Any]]) -> str:
+    """Accuracy on two voices that are held out, without one of the settings of the task."""
+    body = [[row["name"].removeprefix("fsdd "), f"{_test(row)['accuracy']:.1f}"] for row in rows]
+    return table(["`fsdd`, lucas and nicolas held out, one seed", "digits right, %"], body) if body else ""
 
 
 def _voices(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:

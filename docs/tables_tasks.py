@@ -43,6 +43,7 @@ OTHERS = {  # their groups
     "gum": "parse",
     "go": "go",
 }
+AS_IT_IS = {"positions": "sinusoidal", "wiring": "last", "norm": "pre", "mixer": "softmax"}  # parts that are exchanged
 COUNTS = ("texts", "words", "sentences", "new", "positions")  # how many were scored, beside how well
 
 
@@ -199,11 +200,28 @@ def _mixers(full: list[Row], mixed: list[Row]) -> str:
     return text + table(["", "BLEU", "against softmax", "parameters", "seconds"], body)
 
 
+def parts(made: Made) -> str:
+    """One part of the model exchanged in each line, against the model as it is after as many updates. One seed each."""
+    rows = of(made, "parts")
+    if not rows:
+        return measure("parts")
+    plain = next((row for row in rows if all(row["settings"][name] == value for name, value in AS_IT_IS.items())), None)
+    body = []
+    for row in rows:
+        own = {name: row["settings"][name] for name, value in AS_IT_IS.items() if row["settings"][name] != value}
+        named = " ".join(f"{name}={value}" for name, value in (own or AS_IT_IS).items())
+        against = more(bleu(row), bleu(plain)) if own and plain else ""
+        body.append([code(named), f"{bleu(row):.2f}", against, mean([watched(row)]), millions(row), short(row["seconds"])])
+    many = ", ".join(dict.fromkeys(f"{row['steps']:,}" for row in rows))
+    head = ["", "BLEU", "against the model as it is", "on validation, greedily", "parameters", "seconds"]
+    return f"{many} updates each. {made_with(made, rows)}\n\n{table(head, body)}"
+
+
 def decodings(made: Made) -> str:
     """What beams, averaging and further training give, or do not."""
     plain = [row for row in _plain(of(made, "translate")) if len(row["scores"]) > 1]
-    # those of mixers are short: ten checkpoints are all that they save, and the first of them knows little
-    averaged = [row for row in made["rows"] if row["val"]["averaged"] is not None and row["group"] != "mixers"]
+    # those of mixers and of parts are short: ten checkpoints are all that they save, and the first of them knows little
+    averaged = [row for row in made["rows"] if row["val"]["averaged"] is not None and row["group"] not in ("mixers", "parts")]
     modes = of(made, "modes")
     return "\n\n".join(
         [
@@ -332,7 +350,7 @@ def tasks(made: Made, floors: Made) -> str:
 
 def _scored(rows: list[Row], floors: list[Row]) -> str:
     found = [answered(row) for row in rows]
-    keys = list(dict.fromkeys(key for x in [*found, *floors] for key in x["scores"]))
+    keys = list(dict.fromkeys(key for x in [*found, *floors] for key in x["scores"] if not key.startswith("floor")))  # own lines
     body = [
         [
             ", ".join(row["sets"]) or "as it is",
@@ -344,10 +362,13 @@ def _scored(rows: list[Row], floors: list[Row]) -> str:
         ]
         for row, x in zip(rows, found, strict=True)
     ]
-    if len(rows) > 1 and all(set(row["sets"]) == {f"seed={row['settings']['seed']}"} for row in rows):
-        cells = [_cell(key, [x["scores"].get(key) for x in found]) for key in keys]
-        took = short(statistics.mean(row["seconds"] for row in rows))
-        body.append([f"mean of {len(rows)} ± their deviation", *cells, found[0]["split"], "", "", took])
+    for how, own in _by_settings(rows).items():
+        if len(own) > 1:
+            several = [answered(row) for row in own]
+            cells = [_cell(key, [x["scores"].get(key) for x in several]) for key in keys]
+            took = short(statistics.mean(row["seconds"] for row in own))
+            name = f"mean of {len(own)} ± their deviation" + (f", {how}" if how != "as it is" else "")
+            body.append([name, *cells, several[0]["split"], "", "", took])
     body += floor_lines(floors, keys, lambda x: [x["split"], "", "", ""])
     return table(["", *(NAMES.get(key, key) for key in keys), "on", "parameters", "steps", "seconds"], body)
 
@@ -358,11 +379,16 @@ def _cell(key: str, values: list[float | None]) -> str:
     return mean(values, digits=4 if key in ("loss", "bits") else 2)
 
 
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
 def cpu_presets(made: Made) -> str:
     """Minutes and scores of the presets for a CPU, beside the best floor of each task."""
     if not made["rows"]:
         return not_yet("cpu_presets.py")
     body = []
+    count = made["rows"][0]["threads"]
     for row in made["rows"]:
         name, better = TASKS[row["task"]].best
         floors = [(x["scores"][name], x["floor"]) for x in row["floors"] if name in x["scores"]]
@@ -372,16 +398,14 @@ def cpu_presets(made: Made) -> str:
                 code(row["task"]),
                 f"{row['parameters'] / 1e6:.1f} M",
                 f"{row['updates']:,}",
-                f"{row['minutes']:.0f}",
+                f"{row['minutes']:.0f}" + (f" ({_threads(row['threads'])})" if row["threads"] != count else ""),
                 f"{NAMES[name]} on {row['split']}",
                 f"{row['scores'][name]:.2f}",
                 "" if floor is None else f"{floor[0]:.2f}: {floor[1]}",
             ]
         )
     made_with = made["made_with"]
-    count = made["rows"][0]["threads"]
-    source = (
-        f"({made_with['device']}, {count} thread{'s' * (count > 1)}, torch {made_with['torch']}, commit {made_with['commit']}.)"
-    )
+    commits = ", ".join(dict.fromkeys(row.get("commit", made_with["commit"])[:7] for row in made["rows"]))
+    source = f"({made_with['device']}, {_threads(count)}, torch {made_with['torch']}, commit {commits}.)"
     head = ["task", "parameters", "updates", "minutes", "score", "reached", "best floor"]
     return f"Minutes of training, validations included. {source}\n\n{table(head, body)}"

@@ -84,6 +84,12 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "return (normed[-1],) * len(normed)",
         "models",
     ),
+    "wiring both leaves the last layer out": (
+        R + "models/translator.py",
+        "(x + read.x) / 2 for x in normed[:-1]",
+        "x for x in normed[:-1]",
+        "models",
+    ),
     "wiring mixed weighs blocks instead of layers": (R + "models/translator.py", "softmax(-1)", "softmax(0)", "models"),
     "one vocabulary has two tables": (R + "models/build.py", "target.table = source.table", "pass", "models_parts"),
     "a translator's output has a table of its own": (

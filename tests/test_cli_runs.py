@@ -182,6 +182,8 @@ def test_a_run_goes_on_with_its_own_settings_and_no_others() -> None:
         (["--set", "positions=rotry"], "did you mean 'rotary'?"),
         (["--set", "activation=tanh"], "activation must be one of relu, gelu"),
         (["--set", "norm=sandwich"], "'pre' or 'post', not 'sandwich'"),
+        (["--set", "wiring=all"], "wiring must be one of last, each, both, mixed, not 'all'"),
+        (["--set", "wiring=both", "--set", "decoder_depth=1"], "as many encoder as decoder layers, not 2 and 1"),
         (["--set", "wiring=each", "--set", "decoder_depth=1"], "as many encoder as decoder layers, not 2 and 1"),
         (["--set", "dropout=1"], "dropout must be in [0, 1), not 1.0"),
         (["--set", "smoothing=-1"], "smoothing must be in [0, 1), not -1.0"),

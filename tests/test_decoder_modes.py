@@ -107,7 +107,7 @@ def test_mechanisms_of_every_kind_run_free(mixer):
     close(gradients(model, loss.total), gradients(model, total), 1e-8)
 
 
-@pytest.mark.parametrize("wiring", ["each", "mixed"])
+@pytest.mark.parametrize("wiring", ["each", "both", "mixed"])
 def test_it_runs_free_over_every_wiring(wiring):
     model, batch = small(wiring=wiring, depth=2), batch_of(padding="anywhere")
     close(free_running(model, batch).total, one_by_one(model, batch, False)[0])

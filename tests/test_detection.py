@@ -11,10 +11,11 @@ import torch
 
 from regard import load
 from regard.data import digit_scenes
-from regard.data.colour_images import pillow_image
+from regard.data.colour_images import pillow_image, read_image
 from regard.data.detection_score import Objects, average_precision, detection_floors, detection_scores
 from regard.data.digit_scenes import NO_DIGIT, Digits, SceneMaker, read_digits, split_digits
 from regard.data.text_files import DataError
+from regard.data.upright_image import read_upright
 from regard.models.boxes import box_corners, box_iou, box_middles, generalised_iou, suppressed
 from regard.models.detector import Detected, equal_convolutions
 from regard.tasks import config, make_task
@@ -262,6 +263,41 @@ def test_a_run_answers_and_draws_and_refuses_what_is_no_image(changes, folder, t
     assert unsure.predict([str(scene)]) == ["no digit"]
 
 
+@pytest.mark.parametrize(("width", "height"), [(200, 120), (90, 301), (64, 64), (20, 20)])
+def test_boxes_are_in_pixels_of_the_file_and_drawn_into_all_of_it(width, height, folder, tmp_path, monkeypatch):
+    made = tiny(folder, sure=0.1, draw=str(tmp_path))
+    left, top, side = {200: (40, 0, 120), 90: (0, 105, 90), 64: (0, 0, 64), 20: (0, 0, 20)}[width]
+    box = np.array([0.25, 0.5, 0.75, 1.0])
+    objects = Objects(np.array([3, 4]), np.stack([box, box / 2]), np.array([0.9, 0.05]))
+    monkeypatch.setattr(made, "answers", lambda *_: [objects])
+    pillow_image().new("RGB", (width, height), "white").save(tmp_path / "photo.png")
+    corners = [left + 0.25 * side, top + 0.5 * side, left + 0.75 * side, top + side]
+    assert made.predict(made.model(), [str(tmp_path / "photo.png")]) == [f"3 0.90 at {' '.join(f'{x:.0f}' for x in corners)}"]
+    with pillow_image().open(tmp_path / "photo_boxes.png") as picture:
+        scale = -(-384 // max(width, height))
+        assert picture.size == (scale * width, scale * height)
+        for x, y in itertools.product(corners[::2], corners[1::2]):
+            at = min(round(scale * x), picture.size[0] - 1), min(round(scale * y), picture.size[1] - 1)
+            assert picture.getpixel(at) == (0x43, 0x63, 0xD8) or y == top + side == height  # below the last row
+    assert not [*tmp_path.glob(".*")]
+
+
+@pytest.mark.parametrize("size", [(200, 120), (91, 300), (16, 16)])
+def test_the_square_of_a_file_is_what_models_read(size, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    held = pillow_image().Exif()
+    held[0x0112] = 6  # stored on its side
+    for name, exif in (("a.png", pillow_image().Exif()), ("turned.png", held)):
+        pillow_image().fromarray(noise).save(tmp_path / name, exif=exif)
+        image = read_upright(tmp_path / name)
+        assert image.pixels.shape[:2] == (size[::-1] if name == "a.png" else size)
+        left, top, side = image.square
+        assert (
+            image.pixels[top : top + side, left : left + side] == read_image(tmp_path / name, side, False).transpose(1, 2, 0)
+        ).all()
+        assert image.placed(np.array([[0, 0, 1, 1]])).tolist() == [[left, top, left + side, top + side]]
+
+
 def test_a_stopped_run_is_the_whole_run(folder, tmp_path, monkeypatch):
     fit(tiny(folder), tmp_path / "whole", accelerator="cpu", quiet=True)
     stopped = tiny(folder)
@@ -344,6 +380,14 @@ def test_scenes_of_several_splits_can_be_in_one_batch(folder):
 def test_settings_that_cannot_be(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_task(config("detect").replace({**TINY, **changes}))
+
+
+def test_a_neighbourhood_of_another_grid_is_refused():
+    made = make_task(config("detect").replace(TINY | {"mixer": "Neighbourhood(7, 1)"}))
+    columns = made.grid[1]
+    assert columns != 7
+    with pytest.raises(ValueError, match=rf"grid of 7 columns, and this one has {columns}: use Neighbourhood\({columns}, 1\)"):
+        made.model()
 
 
 def test_settings_without_an_effect_are_named():

@@ -8,6 +8,7 @@ import torch
 
 from regard.cli.inputs import input_lines
 from regard.data.go_games import position_now, positions_of, read_sgf
+from regard.data.move_floors import MoveOffsets, drawn_move_scores
 from regard.models.go_net import GO_NETS, PLANES, BoardTurns, go_planes
 from regard.tasks import config, make_task
 from regard.training.checkpoints import load_run
@@ -32,6 +33,13 @@ def tiny(folder=None, **changes):
     if folder is not None:
         made.read(folder)
     return made
+
+
+@pytest.mark.parametrize("net", ["hybrid", "attention"])
+def test_a_neighbourhood_of_another_board_is_refused(net):
+    tiny(net=net, mixer="Neighbourhood(19, 2)").model()
+    with pytest.raises(ValueError, match="Neighbourhood\\(9, 2\\) is for a grid of 9 columns, and this one has 19"):
+        tiny(net=net, mixer="Neighbourhood(9, 2)").model()
 
 
 def test_planes_are_kinds_moves_and_ones():
@@ -89,6 +97,35 @@ def test_a_run_is_trained_goes_on_exactly_and_scores(games, tmp_path):
     assert all(torch.equal(x, other.weights[name]) for name, x in one.weights.items())
     scores = made.score(made.model(), "test")
     assert scores["positions"] == 7 and scores["new"] == 0 and scores["top5"] >= scores["top1"] >= 0
+
+
+def test_a_drawn_move_is_one_of_the_allowed_points():
+    found = positions_of([[0, 1, 2]], size=2)  # four points allowed, then three, and of the last two one is suicide
+    allowed = (found.kinds == 0).sum(1)
+    assert allowed.tolist()[:2] == [4, 3] and 1 <= allowed[2] < 3
+    assert drawn_move_scores(found, 2) == pytest.approx(
+        (100 * (1 / allowed).mean(), 100 * (np.minimum(2, allowed) / allowed).mean())
+    )
+
+
+def test_offsets_are_those_from_the_last_move_and_points_that_are_not_allowed_are_left_out():
+    side, none = 5, 25
+    train = MoveOffsets(np.array([none, 0, 6, 12, 12]), np.array([12, 1, 7, 13, 17]), side)  # centre; right, three times; down
+    found = positions_of([[6, 7, 8, 13]], size=side)  # no last move; right; right; down
+    assert train.ranks(found).tolist() == [3, 0, 0, 1]  # up and left of the centre is never played, three others were
+    assert train.scores(found, top=2) == (50.0, 75.0)
+    taken = positions_of([[7, 0, 6, 5]], size=side)  # right of 6 is a stone, left of it was never played
+    assert train.ranks(taken)[3] == 1, "down from 6 alone is more frequent: right of it is not allowed"
+
+
+def test_scores_have_their_floors_beside_them_and_they_are_printed(games):
+    made = tiny(games)
+    scores = made.score(made.model(), "test")
+    assert {name: scores[name] for name in made.floors("test")} == made.floors("test")
+    assert scores["floor"] > scores["floor_drawn"] > 0 and scores["floor_top5"] >= scores["floor"]
+    drawn, offset = made.describe_data()[1:]
+    assert drawn.endswith(" is right for 0.3 % of val and 0.3 % of test")
+    assert offset.endswith(f" is right for {scores['floor']:.1f} % of val and {scores['floor']:.1f} % of test")
 
 
 def test_likeliest_moves_and_whole_games_are_written(tmp_path):

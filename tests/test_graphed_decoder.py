@@ -193,10 +193,11 @@ def test_generate_and_beam_give_what_the_model_gives(changes, ragged, decoder):
         (translator, {}),
         (translator, {"mixer": "linear", "cross": "linear"}),
         (translator, {"mixer": "Local(4)", "wiring": "each"}),
+        (translator, {"wiring": "both"}),
         (partial(guided_translator, kind="monotonic"), {}),
         (pointer_generator, {}),
     ],
-    ids=["softmax", "linear", "window", "guided", "copying"],
+    ids=["softmax", "linear", "window", "both", "guided", "copying"],
 )
 def test_translators_decode_in_static_buffers(make, changes, source, decoder):
     if source == 0 and make is not translator:

@@ -276,7 +276,7 @@ def test_other_bad_archives(tmp_path):
         read_colour_images(tmp_path)
     (tmp_path / "cifar10_jpeg.tar").unlink()
     (tmp_path / "cifar10_jpeg.tar.xz").unlink()
-    with pytest.raises(DataError, match=r"cifar10_jpeg is CIFAR-10 in colour"):
+    with pytest.raises(DataError, match=r"cifar10_colour is CIFAR-10 in colour"):
         make_task(config("cifar10")).read(tmp_path)
 
 
@@ -297,6 +297,47 @@ def test_other_bad_archives(tmp_path):
 def test_wrong_settings_get_a_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_task(config("cifar10").replace(changes))
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "Neighbourhood(7, 2)",
+        "Neighbourhood(7, 2) | Global(first=1)",
+        "Local(9) & (Global(first=1) | Neighbourhood(7, 2))",
+        "PerHead([Local(8), Neighbourhood(7, 2)])",
+        "hybrid(pattern=Neighbourhood(7, 2))",
+        ["softmax", "Neighbourhood(7, 2)"],
+    ],
+    ids=str,
+)
+def test_a_neighbourhood_of_another_grid_is_refused_with_both_numbers(mixer):
+    sentence = r"Neighbourhood\(7, 2\) is for a grid of 7 columns, and this one has 8: use Neighbourhood\(8, 2\)"
+    with pytest.raises(ValueError, match=sentence):
+        make_task(config("cifar10").replace({**TINY, "mixer": mixer, "depth": 2})).model()
+    right = str(mixer) if isinstance(mixer, str) else mixer[1]
+    make_task(config("cifar10").replace({**TINY, "mixer": right.replace("7", "8")})).check_mixers()
+    make_task(config("cifar10").replace({**TINY, "mixer": mixer, "depth": 0})).check_mixers()  # which has no mixer
+    with pytest.raises(ValueError, match="grid of 7 columns, and this one has 16"):
+        make_task(config("cifar10").replace({**TINY, "mixer": mixer, "depth": 2, "stem": "patches(side=2)"})).check_mixers()
+
+
+@pytest.mark.parametrize(("task", "columns"), [("cifar10", 8), ("cifar10_gray", 8), ("go", 19)])
+def test_another_grid_is_refused_before_anything_is_read(tmp_path, task, columns):
+    net = ["--set", "net=hybrid"] if task == "go" else []
+    refused = CliRunner().invoke(app, ["train", task, "--mixer", "Neighbourhood(7, 2)", "--data", str(tmp_path), *net])
+    assert refused.exit_code == 2
+    assert f"a grid of 7 columns, and this one has {columns}: use Neighbourhood({columns}, 2)" in " ".join(refused.output.split())
+
+
+def test_a_class_token_is_before_the_grid():
+    changes = {**TINY, "mixer": "Neighbourhood(8, 2) | Global(first=1)", "pool": "token"}
+    with pytest.raises(ValueError, match=r"begins at token 0, and this one at token 1: use Neighbourhood\(8, 2, first=1\)"):
+        make_task(config("cifar10").replace(changes)).model()
+    right = changes | {"mixer": "Neighbourhood(8, 2, first=1) | Global(first=1)"}
+    make_task(config("cifar10").replace(right)).check_mixers()
+    with pytest.raises(ValueError, match=r"begins at token 1, and this one at token 0"):
+        make_task(config("cifar10").replace({**TINY, "mixer": "Neighbourhood(8, 2, first=1)"})).check_mixers()
 
 
 def test_settings_without_an_effect_are_refused():

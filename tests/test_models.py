@@ -14,6 +14,7 @@ from regard.config import Config
 from regard.mixers.base import Can
 from regard.models import PerSequence, Reader, language_model, translator
 from regard.models.build import encoder, glorot, stack, tokens
+from regard.models.translator import WIRINGS
 from regard.positions import POSITIONS
 
 VOCAB, N, M = 40, 13, 17
@@ -118,7 +119,7 @@ def test_an_encoder_of_any_mixer_takes_padding_as_absent(case):
         close(model(x, valid)[1], model(x[1][valid[1]][None])[0])
 
 
-@pytest.mark.parametrize("wiring", ["last", "each", "mixed"])
+@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_positions_of_every_kind_and_every_wiring_in_a_translator(kind, wiring):
     model = ready(translator(settings(positions=kind, wiring=wiring, depth=2), VOCAB))
@@ -139,10 +140,10 @@ def test_a_list_of_specs_is_a_hybrid_with_an_encoder_and_a_decoder_of_different_
 # the wires
 
 
-@pytest.mark.parametrize("wiring", ["last", "each", "mixed"])
+@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_wirings_are_their_definitions(wiring, norm):
-    depth = 3 if wiring == "each" else 2
+    depth = 3 if wiring in ("each", "both") else 2
     model = ready(translator(settings(wiring=wiring, norm=norm, depth=3, decoder_depth=depth), VOCAB))
     source, target, real = words(N), words(M, seed=2), some(3, N)
     layers, x = [], model.encoder.embed(source, real)
@@ -154,6 +155,8 @@ def test_wirings_are_their_definitions(wiring, norm):
         contexts = [last] * depth
     else:
         contexts = layers = [*(model.wiring.norms[i](x) for i, x in enumerate(layers[:-1])), last]
+    if wiring == "both":
+        contexts = [*((x + last) / 2 for x in layers[:-1]), last]
     if wiring == "mixed":
         nn.init.normal_(model.wiring.weights)
         contexts = [sum(w * x for w, x in zip(row.softmax(0), layers, strict=True)) for row in model.wiring.weights]

@@ -208,7 +208,11 @@ MISTAKES = {
         lambda: translator(settings(wiring="each", decoder_depth=2), VOCAB),
         "as many encoder as decoder layers, not 1 and 2",
     ),
-    "a wiring that is none": (lambda: translator(settings(wiring="all"), VOCAB), "one of last, each, mixed, not 'all'"),
+    "both with two depths": (
+        lambda: translator(settings(wiring="both", depth=3, decoder_depth=2), VOCAB),
+        "wiring='both' needs as many encoder as decoder layers, not 3 and 2",
+    ),
+    "a wiring that is none": (lambda: translator(settings(wiring="all"), VOCAB), "one of last, each, both, mixed, not 'all'"),
     "layers of different lengths": (
         lambda: encoder(settings(mixer="pooled_queries(rate=2)"), EMBED)(words(4).cpu(), layers=True),
         "different lengths cannot be read side by side",

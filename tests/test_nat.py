@@ -23,6 +23,7 @@ from regard.decoding.nat_decoding import (
 from regard.mixers.base import Can
 from regard.models.length_predictor import LengthPredictor
 from regard.models.nat import BLANK, LengthSlots, NatTranslator, nat_translator, slots_for
+from regard.models.translator import WIRINGS
 from regard.training.nat_loss import nat_loss
 
 KINDS = [
@@ -124,7 +125,7 @@ def test_slots_are_mixed_by_any_mechanism_that_sees_them_all(case):
 
 
 @pytest.mark.parametrize("cross", ["softmax", "linear", "additive(hidden=8)"])
-@pytest.mark.parametrize("wiring", ["last", "each", "mixed"])
+@pytest.mark.parametrize("wiring", WIRINGS)
 def test_slots_read_the_source_in_any_way(cross, wiring):
     model, batch = made("length", mixer=["conv(kernel=3)", "fnet"], cross=cross, wiring=wiring), talk()
     whole = generate_nat(model, batch.source, batch.source_valid, lengths=2)

@@ -138,7 +138,7 @@ def test_files_that_are_split_already_are_kept_and_texts_in_two_of_them_are_coun
     test.write_text("review,stars\na,5\n")
     assert "no training text has the label '5'" in refused(*given)
     assert "--valid takes one file, not 2" in refused(*given, "--valid", str(test), "--valid", str(test))
-    assert "--valid does nothing here: it is for classify and text and mlm and translate and tag" in refused(
+    assert "--valid does nothing here: it is for classify and images and text and mlm and translate and tag" in refused(
         "train", "saw", "--valid", "f"
     )
 

@@ -10,6 +10,7 @@ import torch
 from regard.data.bracket_score import bracket_score, counted
 from regard.data.locate import find
 from regard.data.text_files import DataError, read_lines
+from regard.data.tree_floors import branching_labels, branching_scores
 from regard.data.treebank import (
     Constituent,
     brackets,
@@ -160,6 +161,20 @@ def test_the_floor_branches_to_the_right():
     assert bracket_score([floor], [tree]).f1 == 25  # VP over "sees it"
 
 
+def test_floors_are_scores_of_the_trees_that_branch_to_the_right():
+    trees = [parse_tree(text) for text in [*TREES, "(ROOT (S (VP (VB Go) (. .)) (, ,) (PRT (RP on))))", "(ROOT (FRAG (. .)))"]]
+    found = branching_scores(trees, ["NP", "VP", "PRT"])
+    for label, scores in found.items():
+        assert scores == bracket_score([right_branching(words_of_tree(tree), label) for tree in trees], trees)
+    assert found["VP"].f1 > 0 and found["NP"].complete > 0 and found["PRT"] != found["NP"]
+
+
+def test_the_label_of_the_floor_is_the_best_on_train_and_not_the_most_frequent():
+    trees = [parse_tree(CAT), parse_tree("(ROOT (VP (VB See) (NP (PRP it))))")]
+    assert branching_labels(trees) == ("NP", "VP")  # three NP, one of them at the end of a sentence; two VP, both there
+    assert branching_labels([parse_tree("(ROOT (NN a))")]).best == "X"
+
+
 V, END = 8, 3  # two labels, a bracket that closes, two tags behind the end
 KINDS = torch.tensor([NEITHER, OPENS, OPENS, NEITHER, CLOSES, NAMES_WORD, NAMES_WORD, NEITHER])
 NAMES = ["?", "(S", "(NP", "?", ")", "NN", "VB", "?"]
@@ -278,6 +293,15 @@ def test_a_run_is_trained_goes_on_exactly_and_answers_with_trees(treebank, tmp_p
 def test_settings_of_trees(treebank, changes):
     made = tiny(treebank, **changes)
     scores = made.score(made.model(), "test")
+    floor = bracket_score(
+        [right_branching(words_of_tree(tree), made.branching) for tree in made.trees["test"]], made.trees["test"]
+    )
+    assert scores["floor"] == floor.f1 > 0
+    assert made.describe_data() == [
+        "trees: 4 train, 4 val, 4 test",
+        f"floor: trees that branch to the right, {made.branching} everywhere, have an F1 of {floor.f1:.1f} on val "
+        f"and {floor.f1:.1f} on test",
+    ]
     assert ("tagged" in scores) == made.config.tags and scores["sentences"] == 4
     assert ("(NP-SBJ" in made.symbols.words) == made.config.functions and ("XX" in made.symbols.words) != made.config.tags
 

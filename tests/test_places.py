@@ -16,6 +16,7 @@ from regard.mixers import attention
 from regard.mixers import places as places_module
 from regard.mixers.base import Can, Dims, Mixer, Places, State
 from regard.models import language_model, translator
+from regard.models.translator import WIRINGS
 from regard.ops import dense
 
 WIDTH, HEADS = 16, 2
@@ -168,7 +169,7 @@ def words(n, b=3):
     return torch.randint(5, 20, (b, n), device=DEVICE)
 
 
-@pytest.mark.parametrize("wiring", ["last", "each", "mixed"])
+@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "none"])
 def test_a_translator_makes_the_places_of_source_and_target_once(monkeypatch, wiring, positions):
     model, source, target = speaker(wiring=wiring, positions=positions), words(9), words(7)

@@ -173,7 +173,7 @@ def test_under_autocast_log_probabilities_are_float32_and_sum_to_one():
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "rnn", "delta"])
-@pytest.mark.parametrize("wiring", ["last", "mixed"])
+@pytest.mark.parametrize("wiring", ["last", "both", "mixed"])
 def test_steps_equal_the_whole_pass_with_every_kind_of_mixer(mixer, wiring):
     model = small(mixer=mixer, wiring=wiring)
     source, valid, extended = sources()

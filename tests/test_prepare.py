@@ -109,7 +109,7 @@ def test_mistakes_get_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Give --out DIR, or name the folder of all data sets by REGARD_DATA" in refused("prepare", "imdb", "x")
     assert "there is no file or folder" in refused("prepare", "imdb", str(tmp_path / "gone"), *out)
     (tmp_path / "a.tar.gz").write_bytes(b"not one")
-    assert "is not a whole .tar or .tar.gz file" in refused("prepare", "imdb", str(tmp_path / "a.tar.gz"), *out)
+    assert "is not a whole .tar, .tar.gz or .zip file" in refused("prepare", "imdb", str(tmp_path / "a.tar.gz"), *out)
     (tmp_path / "empty").mkdir()
     assert "has no reviews of train" in refused("prepare", "imdb", str(tmp_path / "empty"), *out)
     assert "`regard prepare imdb aclImdb_v1.tar.gz` writes both files" in refused("train", "imdb", "--data", str(tmp_path))

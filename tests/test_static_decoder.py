@@ -87,6 +87,7 @@ def asked(kind, ragged):
         ("language", {"positions": "learned"}),
         ("translator", {}),
         ("translator", {"norm": "post", "wiring": "each", "positions": "none"}),
+        ("translator", {"wiring": "both"}),
     ],
 )
 def test_a_ready_model_says_what_the_model_says(kind, changes, ragged, form):

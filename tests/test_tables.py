@@ -15,6 +15,7 @@ from regard.arena.arena_catalogue import arena_task
 from regard.arena.arena_task import ArenaBudget, ArenaModel
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_store import CellStore
+from regard.models.translator import WIRINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -96,8 +97,8 @@ FLOORS = {"rows": [floor(task, 10 + number) for number, task in enumerate(("mult
 
 
 def all_of(made, speeds=NO_SPEEDS, floors=FLOORS):
-    parts = [tables.translation(made, floors), tables.decodings(made), tables.parallel(made, speeds), tables.tasks(made, floors)]
-    text = "\n\n".join(parts)
+    parts = [tables.translation(made, floors), tables.parts(made), tables.decodings(made), tables.parallel(made, speeds)]
+    text = "\n\n".join([*parts, tables.tasks(made, floors)])
     for line, after in re.findall(r"^(\|.*)\n(?=(\|.*))", text, re.MULTILINE):
         cells = [x.replace(r"\|", "").count("|") for x in (line, after)]
         assert cells[0] == cells[1], "all lines of a table have as many cells"
@@ -128,7 +129,7 @@ def test_nothing_measured_is_one_sentence_for_each_table_that_says_how():
     assert "|" not in text
     assert text.count("python benchmarks/floors.py") == 1 + len(tables.OTHERS), "a floor for every task"
     groups = set(re.findall(r"[a-z]+", " ".join(re.findall(r"--only ([a-z ]+)`", text))))
-    assert groups == {"translate", "mixers", "tag", "sentiment", "language", "copy", "parse", "go", "parallel", "modes"}
+    assert groups == {"translate", "mixers", "parts", "tag", "sentiment", "language", "copy", "parse", "go", "parallel", "modes"}
     assert "python benchmarks/nat_speed.py" in text
 
 
@@ -154,7 +155,12 @@ def test_seeds_have_a_mean_and_one_seed_has_none(made):
     assert line_of(text, "mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
     assert "mean of 3" in tables.tasks(made, FLOORS)
     alone = without(
-        made, *(f"{task} {seed}" for task in ("multi30k softmax", "multi30k rdrop", "ewt", "imdb", "gum") for seed in (2, 3))
+        made,
+        *(
+            f"{task} {seed}"
+            for task in ("multi30k softmax", "multi30k rdrop", "ewt", "imdb", "imdb softmax", "gum")
+            for seed in (2, 3)
+        ),
     )
     text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS)
     assert "mean" not in text
@@ -189,6 +195,42 @@ def test_mixers_are_compared_with_the_softmax_that_had_as_few_updates(made):
     assert line_of(text, "`softmax`")[2] == ""
     assert line_of(tables.translation(without(made, "multi30k softmax"), FLOORS), "`conv`")[2] == "", "not with the seeds"
     assert "multi30k conv" not in tables.decodings(made), "the average over all of a short run is of no interest"
+
+
+def test_parts_are_compared_with_the_model_as_it_is_after_as_many_updates(made):
+    rows = {row["name"]: row for row in made["rows"] if row["group"] == "parts"}
+    plain, text = rows["multi30k as it is"], tables.parts(made)
+    assert text.startswith("1,000 updates each. (a GPU, ")
+    lines = [line.split(" | ")[0][3:-1] for line in text.splitlines() if line.startswith("| `")]
+    positions = [f"positions={kind}" for kind in ("learned", "rotary", "relative", "alibi", "none")]
+    wirings = [f"wiring={wiring}" for wiring in WIRINGS if wiring != "last"]
+    assert lines == ["positions=sinusoidal wiring=last norm=pre mixer=softmax", *positions, *wirings, "norm=post", "mixer=relu"]
+    cells, bleu = line_of(text, "`wiring=both`"), tables.bleu(rows["multi30k wiring=both"])
+    watched = tables.watched(rows["multi30k wiring=both"])
+    assert cells == ["`wiring=both`", f"{bleu:.2f}", f"{bleu - tables.bleu(plain):+.2f}", f"{watched:.2f}", "9.00 M", "60"]
+    assert line_of(text, f"`{lines[0]}`")[2] == "", "it is what the others are compared with"
+    assert line_of(tables.parts(without(made, plain["name"])), "`norm=post`")[2] == "", "not with a softmax of another group"
+    assert "wiring=both" not in tables.decodings(made), "the average over all of a short run is of no interest"
+    assert tables.parts({"rows": []}) == f"{NOT_YET}: `python benchmarks/tasks.py --work runs/tasks --only parts`."
+
+
+def test_seeds_of_each_settings_have_a_mean_of_their_own(made):
+    text = tables.tasks(made, FLOORS)
+    for name, how in (("imdb", ""), ("imdb softmax", ", `mixer=softmax`")):
+        found = [
+            tables.answered(row)["scores"]["accuracy"] for row in made["rows"] if re.fullmatch(rf"{name} [123]", row["name"])
+        ]
+        cells = [
+            line for line in text.splitlines() if line.startswith(f"| mean of 3 ± their deviation{how} | {sum(found) / 3:.2f} ±")
+        ]
+        assert len(found) == 3 and len(cells) == 1, name
+
+
+def test_floors_that_a_run_records_are_in_their_own_lines_alone(made):
+    go = next(row for row in made["rows"] if row["name"] == "go conv")
+    beside = [{**x, "scores": {**x["scores"], "floor": 77.77, "floor_drawn": 0.42}} for x in go["scores"]]
+    text = tables.tasks({**made, "rows": [{**go, "scores": beside}]}, FLOORS)
+    assert "77.77" not in text and text == tables.tasks({**made, "rows": [go]}, FLOORS)
 
 
 def test_a_run_says_where_it_was_made_and_the_file_speaks_for_one_that_does_not(made):
@@ -389,6 +431,7 @@ def test_table_of_speech():
     ]
     rows += [
         ran("fsdd lucas 1", "digits", accuracy=95.0),
+        ran("fsdd without trimming", "front", accuracy=70.5),
         ran("fsdd_speaker a b", "voices", accuracy=99.0, eer=1.5, eer_new=40.0),
     ]
     rows += [
@@ -401,7 +444,8 @@ def test_table_of_speech():
     text = tables_speech.speech({"made_with": made_with, "rows": rows})
     assert "| theo | 2 | 85.0 | 60.0 | 60.0 |" in text and "| mean of 2 voices |  | 90.0 | 60.0 | 60.0 |" in text
     assert "| a and b | 99.0 | 1.5 | 40.0 | 100.0 / 30.0 |" in text and "--only an4 ahead strings" in text
-    assert tables_speech.speech({"rows": rows[4:]}).startswith(NOT_YET)
+    assert "| without trimming | 70.5 |" in text
+    assert tables_speech.speech({"rows": rows[5:]}).startswith(NOT_YET)
 
 
 def test_table_of_training_speed():

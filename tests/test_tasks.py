@@ -31,7 +31,7 @@ from regard.training.scheduled_sampling import PredictedInputs
 
 HERE = {name: entry for name, entry in TASKS.items() if not entry.package or find_spec(entry.package)}
 MADE = [name for name, entry in HERE.items() if entry.data is None and not entry.file and name != "detect"]  # test_detection.py
-ELSEWHERE = ("an4", "fsdd", "tts", "cifar10", "cifar10_jpeg")  # data that tests of speech and images have
+ELSEWHERE = ("an4", "fsdd", "tts", "cifar10", "cifar10_colour")  # data that tests of speech and images have
 REAL = [name for name, entry in HERE.items() if entry.data not in (None, *ELSEWHERE)]
 TINY = {
     "width": 16,

@@ -28,7 +28,7 @@ class Config:
     # the model
     mixer: str | list[str] = "softmax"  # the text of a Spec; several of them take turns
     cross: str = "softmax"  # how a decoder reads the encoder
-    wiring: str = "last"  # which encoder layers it reads: last, each (layer i reads layer i), mixed (all, by learned weights)
+    wiring: str = "last"  # encoder layers it reads: last, each (layer i), both (layer i and last), mixed (all, learned weights)
     width: int = 256
     heads: int = 4
     depth: int = 4

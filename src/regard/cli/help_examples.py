@@ -6,9 +6,9 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "regard": ("regard list", "regard show 'Local(256) | Global(first=4)'", "regard train saw --mixer gla"),
     "list": ("regard list", "regard list --options", "regard list --json"),
     "show": (
-        "regard show 'performer(features=128)' --length 4096 --json",
         "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
         "regard show runs/saw-softmax-1 'they saw the duck'",
+        "regard show runs/photos photo.jpg --patch 3,5",
     ),
     "check": (
         "regard check regard.mixers.softmax:Softmax",
@@ -34,6 +34,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "prepare": (
         "regard prepare imdb aclImdb_v1.tar.gz",
         "regard prepare acl_titles anthology+abstracts.bib.gz --out ~/data/acl_titles",
+        "regard prepare cifar10 cifar-10-binary.tar.gz",
     ),
     "train": (
         "regard train translate --pairs texts.fr texts.en --out runs/french",

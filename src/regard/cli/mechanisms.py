@@ -90,13 +90,19 @@ def show(
             autocompletion=complete_spec,
         ),
     ],
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="With RUN: a text that the trained model reads.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXT|FILE", help="With RUN: what the trained model reads: a text, an image, a wav file."),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
     heads: Annotated[int, typer.Option(min=1, max=256)] = SHOWN_HEADS,
     width: Annotated[int, typer.Option(min=1, max=2**13)] = SHOWN_WIDTH,
+    patch: Annotated[
+        str | None, typer.Option(metavar="ROW,COLUMN", help="With RUN and an image: also draw what this patch reads: 3,5.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .pdf or .svg).")] = None,
     checkpoint: CheckpointName = None,
     changes: Changes = None,
@@ -104,21 +110,21 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, machine-readable.")] = False,
 ) -> None:
     """Print what a mechanism costs and keeps at a length, and draw which query reads which key; or, with the folder of a run and
-    a text, draw the attention of every layer and head of the trained model on that text, and the alignments of a translator.
+    a text, an image or a recording, draw the attention of every layer and head of the trained model on it, and alignments.
     """
     if text is not None:
         with sentences():
             if length is not None or causal or (heads, width) != (SHOWN_HEADS, SHOWN_WIDTH):
                 raise ValueError("length, causal, heads and width are for a mechanism: a run has its own, leave them out")
-            show_attention(Path(spec), text, changes or [], device, checkpoint, out, as_json)
+            show_attention(Path(spec), text, changes or [], device, checkpoint, out, as_json, patch)
         return
     from regard.analysis.cost import cost
     from regard.bench.backend_log import backends_here
     from regard.mixers.base import Dims
 
     with sentences():
-        if checkpoint is not None or changes or device != "auto":
-            raise ValueError("--checkpoint, --set and --device are for a run and a text: regard show RUN TEXT")
+        if checkpoint is not None or changes or device != "auto" or patch is not None:
+            raise ValueError("--checkpoint, --set, --device and --patch are for a run and a text: regard show RUN TEXT")
         parsed, dims = _parsed(spec), Dims(width=width, heads=heads, causal=causal)
         check_out(out)
     with sentences(parsed):

@@ -35,6 +35,8 @@ def check_model(task: Task, folder: Path | None = None) -> None:
         dims = Dims(config.width, config.heads, max_len=config.max_len, dropout=config.weight_dropout)
         inside = add_positions(config.positions, dims)[1]
         FeedForward(8, config.ffn, activation=config.activation, gated=config.gated, dropout=config.dropout)
+    with sentences():
+        task.check_mixers()
     with torch.device("cpu" if "Edges" in f"{config.mixer} {config.cross}" else "meta"):  # edges without memory cannot be read
         for spec in specs:
             for body in bodies:

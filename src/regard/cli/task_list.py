@@ -140,7 +140,7 @@ def _written(value: Any) -> str:
 
 def _data(entry: Entry) -> str:
     """Name the data set that a task needs, and whether it is here."""
-    from regard.data.locate import find
+    from regard.data.locate import stored_form
     from regard.data.text_files import DataError
 
     if entry.file:
@@ -148,10 +148,9 @@ def _data(entry: Entry) -> str:
     if entry.data is None:
         return "none"
     try:
-        find(entry.data)
+        return f"{stored_form(entry.data)} (is there)"
     except DataError:
         return f"{entry.data} (needs REGARD_DATA)"
-    return f"{entry.data} (is there)"
 
 
 def _entry_json(word: str, entry: Entry) -> dict[str, object]:

@@ -68,7 +68,7 @@ def train_(
     threads: Threads = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: texts and labels, columns of a CSV file.")] = None,
     jsonl: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: or keys of JSON objects, one a line.")] = None,
-    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="classify: or a folder for each label, of texts.")] = None,
+    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="classify, images: a folder for each label.")] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
     file: Annotated[

@@ -32,6 +32,12 @@ class BracketScore(NamedTuple):
     complete: float  # sentences whose constituents are all right
     tagged: float  # words that count, with the right part of speech
 
+    @classmethod
+    def of(cls, right: int, said: int, true: int, complete: float, tagged: float) -> BracketScore:
+        """Score by counts of constituents that are right, of those of the answers and of the references, and by two shares."""
+        f1 = 200 * right / max(1, said + true)
+        return cls(f1, 100 * right / max(1, said), 100 * right / max(1, true), 100 * complete, 100 * tagged)
+
 
 def counted(tree: Tree, keep: Sequence[bool]) -> Counter[Constituent]:
     """Count the constituents that are compared; `keep` is true for the words that count."""
@@ -60,7 +66,4 @@ def bracket_score(answers: Sequence[Tree], references: Sequence[Tree]) -> Bracke
         complete += found == expected
         tagged += sum(a.tag == b.tag for a, b, kept in zip(ours, theirs, keep, strict=True) if kept)
         total += sum(keep)
-    f1 = 200 * right / max(1, said + true)
-    return BracketScore(
-        f1, 100 * right / max(1, said), 100 * right / max(1, true), 100 * complete / len(answers), 100 * tagged / max(1, total)
-    )
+    return BracketScore.of(right, said, true, complete / len(answers), tagged / max(1, total))

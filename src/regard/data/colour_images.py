@@ -1,4 +1,4 @@
-"""Images in colour: CIFAR-10 as a tar archive of JPEG files, files of a user, and splits of a labelled set.
+"""Images in colour: CIFAR-10 as arrays or as a tar archive of JPEG files, files of a user, and splits of a labelled set.
 
 Images are uint8 arrays (examples, channels, height, width). Reading JPEG and PNG needs Pillow.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.data.gray_images import GRAY_SHAPE, LabelledImages
+from regard.data.gray_images import GRAY_SHAPE, LabelledImages, read_image_arrays
 from regard.data.locate import file
 from regard.data.text_files import DataError, read_binary
 
@@ -63,6 +63,11 @@ def read_colour_images(folder: Path) -> dict[str, LabelledImages]:
     return {part: _joined(part, rows, path) for part, rows in found.items()}
 
 
+def read_colour_arrays(folder: Path) -> dict[str, LabelledImages]:
+    """Read train and test of colour_*.npy, the pixels of CIFAR-10 without loss, in its own order."""
+    return {part: read_image_arrays(folder, "colour", part, (3, *GRAY_SHAPE)) for part in ("train", "test")}
+
+
 def _place(name: str, path: Path) -> tuple[str, int]:
     """Read the part and the class in the name of a file."""
     words = name.removeprefix("./").split("/")
@@ -72,7 +77,7 @@ def _place(name: str, path: Path) -> tuple[str, int]:
 
 
 @contextmanager
-def _decoding(where: str) -> Iterator[None]:
+def decoding_image(where: str) -> Iterator[None]:
     """Turn what Pillow raises for damaged files, and for images of hundreds of millions of pixels, into a sentence."""
     pillow = pillow_image()
     try:
@@ -84,7 +89,7 @@ def _decoding(where: str) -> Iterator[None]:
 
 
 def _decoded_image(pillow: ModuleType, data: bytes, where: str) -> np.ndarray:
-    with _decoding(where), pillow.open(io.BytesIO(data)) as image:
+    with decoding_image(where), pillow.open(io.BytesIO(data)) as image:
         pixels = np.asarray(image.convert("RGB"))
     if pixels.shape[:2] != GRAY_SHAPE:
         raise DataError(f"{where} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not 32 x 32")
@@ -148,8 +153,8 @@ def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
 
     if not Path(path).is_file():
         raise DataError(f"there is no file {path}")
-    with _decoding(str(path)), pillow.open(path) as stored:
-        image = _eight_bits(pillow, ImageOps.exif_transpose(stored))  # cameras store an image as it was held, and how
+    with decoding_image(str(path)), pillow.open(path) as stored:
+        image = eight_bit_levels(pillow, ImageOps.exif_transpose(stored))  # cameras store an image as it was held, and how
         square = min(image.size)
         left, top = ((size - square) // 2 for size in image.size)
         box = (left, top, left + square, top + square)
@@ -158,6 +163,6 @@ def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
     return pixels[None] if gray else pixels.transpose(2, 0, 1)
 
 
-def _eight_bits(pillow: ModuleType, image: Any) -> Any:
+def eight_bit_levels(pillow: ModuleType, image: Any) -> Any:
     """Return an image whose levels are 0 to 255; Pillow would cut those of 16 bits there."""
     return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I;16") else image

@@ -1,18 +1,18 @@
-"""Convert data sets as they are downloaded to the files that their readers read: IMDB's folders, the bibliography of the ACL."""
+"""Convert data sets as they are downloaded to the files that their readers read: a table of them, and two of texts."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from regard.data.bibtex import bib_entries
+from regard.data.prepared_files import PreparedFile, json_lines
+from regard.data.source_files import source_files, utf8_text
 from regard.data.text_files import DataError
-
-Records = list[dict[str, Any]]
 
 REVIEW = re.compile(r"(?:^|/)(train|test)/(neg|pos)/(\d+)_(\d+)\.txt$")
 TITLE_WORDS, ABSTRACT_WORDS = range(3, 31), range(25, 451)  # of papers that are taken
@@ -23,56 +23,42 @@ class Download(NamedTuple):
     """Describe what is downloaded, and how it is converted."""
 
     what: str
-    convert: Callable[[Path], dict[str, Records]]  # to records by file name
+    convert: str  # to files by their names; "module:function", imported where it is called
+    folder: str  # where its files are, in the folder of all data sets
+    tasks: tuple[str, ...]  # that read it
+
+    def files(self, source: Path) -> Mapping[str, PreparedFile]:
+        """Read what was downloaded, and return the files to write."""
+        module, _, name = self.convert.partition(":")
+        convert: Callable[[Path], Mapping[str, PreparedFile]] = getattr(import_module(module), name)
+        return convert(source)
 
 
-def imdb_records(source: Path) -> dict[str, Records]:
+def imdb_lines(source: Path) -> dict[str, PreparedFile]:
     """Read the reviews of aclImdb, a folder or a .tar.gz file: `train/pos/0_9.txt` is a good one with 9 of 10 points.
 
     Reviews without a label (`train/unsup`) are left out. The order is neg, pos, each by number.
     """
     found: dict[str, list[tuple[int, int, int, str]]] = {"train": [], "test": []}
-    for name, read in _members(source):
+    for name, raw in source_files(source, REVIEW):
         if (parts := REVIEW.search(name)) is not None:
-            text = _utf8(read(), f"{source}, {name}")
+            text = utf8_text(raw, f"{source}, {name}")
             found[parts[1]].append((int(parts[2] == "pos"), int(parts[3]), int(parts[4]), text))
     for part, reviews in found.items():
         if not reviews:
             raise DataError(f"{source} has no reviews of {part}: files such as {part}/pos/0_9.txt are needed")
     return {
-        f"{part}.jsonl": [
-            {"id": f"{'pos' if label else 'neg'}/{number}", "rating": rating, "label": label, "text": text}
-            for label, number, rating, text in sorted(reviews)
-        ]
+        f"{part}.jsonl": json_lines(
+            [
+                {"id": f"{'pos' if label else 'neg'}/{number}", "rating": rating, "label": label, "text": text}
+                for label, number, rating, text in sorted(reviews)
+            ]
+        )
         for part, reviews in found.items()
     }
 
 
-def _members(source: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Iterate over the files of a folder or of a tar file: the path of each, and a function that reads it."""
-    if source.is_dir():
-        for path in sorted(source.rglob("*.txt")):
-            yield path.relative_to(source.parent).as_posix(), path.read_bytes
-        return
-    if not source.is_file():
-        raise DataError(f"there is no file or folder {source}")
-    try:
-        with tarfile.open(source) as archive:
-            for member in archive:
-                if member.isfile() and (file := archive.extractfile(member)) is not None:
-                    yield member.name, file.read
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{source} is not a whole .tar or .tar.gz file: {error}") from None
-
-
-def _utf8(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start + 1}") from None
-
-
-def acl_records(source: Path) -> dict[str, Records]:
+def acl_lines(source: Path) -> dict[str, PreparedFile]:
     """Read the papers of a BibTeX file with abstracts, and split them by a hash of each title.
 
     Papers whose title or abstract is missing, very short or very long are left out; of papers with the same title the first is
@@ -95,10 +81,40 @@ def acl_records(source: Path) -> dict[str, Records]:
         ("val", count, 2 * count),
         ("test", 0, count),
     ]
-    return {f"{part}.jsonl": ordered[first:last] for part, first, last in cuts}
+    return {f"{part}.jsonl": json_lines(ordered[first:last]) for part, first, last in cuts}
 
 
+_TEXTS = "regard.data.downloads"
 DOWNLOADS = {
-    "imdb": Download("aclImdb_v1.tar.gz, or the folder aclImdb in it", imdb_records),
-    "acl_titles": Download("anthology+abstracts.bib.gz, or another .bib file with abstracts", acl_records),
+    "imdb": Download("aclImdb_v1.tar.gz, or the folder aclImdb in it", f"{_TEXTS}:imdb_lines", "imdb", ("imdb",)),
+    "acl_titles": Download(
+        "anthology+abstracts.bib.gz, or another .bib file with abstracts", f"{_TEXTS}:acl_lines", "acl_titles", ("acl_titles",)
+    ),
+    "cifar10": Download(
+        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin in it",
+        "regard.data.cifar_download:cifar_arrays",
+        "cifar10",
+        ("cifar10", "cifar10_gray"),
+    ),
+    "gum": Download(
+        "a clone of https://github.com/amir-zeldes/gum, or its .zip file", "regard.data.gum_download:gum_trees", "gum", ("gum",)
+    ),
+    "cora": Download(
+        "a clone of https://github.com/kimiyoung/planetoid, its .zip file, or its folder data",
+        "regard.data.cora_download:cora_arrays",
+        "planetoid",
+        ("cora",),
+    ),
+    "go": Download(
+        "a folder or a .zip file of games in SGF, such as Pro of https://github.com/featurecat/go-dataset, unpacked by 7-Zip",
+        "regard.data.go_download:go_lines",
+        "go_fox_pro",
+        ("go",),
+    ),
+    "fsdd": Download(
+        "a clone of https://github.com/Jakobovski/free-spoken-digit-dataset, its .zip file, or its folder recordings",
+        "regard.data.fsdd_download:fsdd_tar",
+        "fsdd",
+        ("fsdd", "fsdd_speaker", "fsdd_strings", "fsdd_tts"),
+    ),
 }

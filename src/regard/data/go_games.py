@@ -64,7 +64,7 @@ def read_sgf(text: str) -> Board:
     if not re.match(r"\s*\(\s*;", text):
         raise ValueError("this is no game in SGF, which begins with (;")
     board: Board | None = None
-    for name, value in _main_line(text):
+    for name, value in sgf_properties(text):
         if name == "GM" and value != "1":
             raise ValueError(f"GM[{value}] is another game than Go, which is GM[1]")
         if name == "SZ" and board is None:
@@ -81,7 +81,7 @@ def read_sgf(text: str) -> Board:
     return Board() if board is None else board
 
 
-def _main_line(text: str) -> Iterator[tuple[str, str]]:
+def sgf_properties(text: str) -> Iterator[tuple[str, str]]:
     """Yield the properties of the main line of a game, up to the end of its first branch, each with its first value."""
     name = token = ""
     for token in _SGF.findall(text):

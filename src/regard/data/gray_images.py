@@ -18,15 +18,21 @@ GRAY_LABELS = 10
 class LabelledImages(NamedTuple):
     """Hold images and one label for each."""
 
-    images: np.ndarray  # uint8 (examples, 32, 32)
+    images: np.ndarray  # uint8 (examples, 32, 32), in colour (examples, 3, 32, 32)
     labels: np.ndarray  # uint8 (examples,)
 
 
 def read_gray_images(folder: Path, part: str) -> LabelledImages:
     """Read train (50,000 images) or test (10,000)."""
-    images, labels = (_array(file(folder, f"gray_{part}_{what}.npy")) for what in ("images", "labels"))
-    if images.shape[1:] != GRAY_SHAPE or images.shape[:1] != labels.shape:
-        raise DataError(f"{folder}: images of {part} are {images.shape} and labels {labels.shape}, not (n, 32, 32) and (n,)")
+    return read_image_arrays(folder, "gray", part, GRAY_SHAPE)
+
+
+def read_image_arrays(folder: Path, kind: str, part: str, shape: tuple[int, ...]) -> LabelledImages:
+    """Read images of a shape and their labels from KIND_PART_images.npy and KIND_PART_labels.npy."""
+    images, labels = (_array(file(folder, f"{kind}_{part}_{what}.npy")) for what in ("images", "labels"))
+    if images.shape[1:] != shape or images.shape[:1] != labels.shape:
+        wanted = ", ".join(map(str, shape))
+        raise DataError(f"{folder}: images of {part} are {images.shape} and labels {labels.shape}, not (n, {wanted}) and (n,)")
     if len(labels) and labels.max() >= GRAY_LABELS:
         raise DataError(f"{folder}: labels of {part} go up to {labels.max()}, not to {GRAY_LABELS - 1}")
     return LabelledImages(images, labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,10 @@ class DatasetInfo(NamedTuple):
     files: Sequence[str]  # each plain, or with .gz, .xz or .bz2 appended to its name
     note: str = ""  # on the format, where it differs from the download
     folder: str = ""  # where its files are, if that is not its name
+    instead: str = ""  # a data set of the same content, which is read where only that one is there
 
+
+CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 DATASETS = {
     "multi30k": DatasetInfo(
@@ -60,13 +64,15 @@ DATASETS = {
         "GUM, constituency trees of English",
         "https://github.com/amir-zeldes/gum (const/*.ptb)",
         ["train.tsv", "dev.tsv", "test.tsv"],
-        "A line is the name of a document and a tree in Penn brackets, with a tab between them; splits.md has the splits.",
+        "A line is the name of a document and a tree in Penn brackets, with a tab between them. "
+        "`regard prepare gum FOLDER` writes all three from a clone or its .zip file.",
     ),
     "go_fox_pro": DatasetInfo(
         "games of Go with a professional, from the Fox server",
         "https://github.com/featurecat/go-dataset",
         ["train.tsv", "val.tsv", "test.tsv"],
-        "Columns are id, date, black_rank, white_rank, komi, result and moves: SGF letters of the points, black first.",
+        "Columns are id, date, black_rank, white_rank, komi, result and moves: SGF letters of the points, black first. "
+        "`regard prepare go Pro` writes all three from the folder that Pro/Pro.7z has in it, unpacked by 7-Zip.",
     ),
     "aan_scisumm": DatasetInfo(
         "papers of computational linguistics and pairs of them, one of which cites the other or not",
@@ -74,18 +80,29 @@ DATASETS = {
         ["docs.jsonl", *(f"pairs.{part}.tsv" for part in ("train", "val", "test"))],
         'A line of docs.jsonl is a paper: {"id": "…", "text": "…"}; pairs have the columns label (0 or 1), doc1, doc2.',
     ),
+    "cifar10_colour": DatasetInfo(
+        "CIFAR-10 in colour, as arrays of NumPy",
+        CIFAR_PAGE,
+        [f"colour_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
+        "Images are uint8 of shape (examples, 3, 32, 32); labels are uint8, 0 to 9. "
+        "`regard prepare cifar10 cifar-10-binary.tar.gz` writes all of them, and those in gray.",
+        "cifar10",
+        "cifar10_jpeg",
+    ),
     "cifar10_jpeg": DatasetInfo(
         "CIFAR-10 in colour, as a tar archive of JPEG files",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
+        CIFAR_PAGE,
         ["cifar10_jpeg.tar"],
-        "The archive holds train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg, 32 x 32 pixels, for ten classes.",
+        "The archive holds train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg, 32 x 32 pixels, for ten classes. "
+        "`regard prepare cifar10` writes the pixels without loss instead, which are another data set: cifar10_colour.",
         "cifar10",
     ),
     "cifar10": DatasetInfo(
         "CIFAR-10 in gray, as arrays of NumPy",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
+        CIFAR_PAGE,
         [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
-        "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
+        "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9. "
+        "`regard prepare cifar10 cifar-10-binary.tar.gz` writes all of them, and those in colour.",
     ),
     "tox21": DatasetInfo(
         "Tox21, molecules and twelve labels of toxicity",
@@ -97,13 +114,14 @@ DATASETS = {
         "https://github.com/kimiyoung/planetoid",
         ["cora.npz"],
         "Words of papers are a sparse matrix (indptr, indices, data, shape); label, edges (of shape (edges, 2)), and the papers "
-        "of the splits (train_idx, val_idx, test_idx).",
+        "of the splits (train_idx, val_idx, test_idx). `regard prepare cora FOLDER` writes it from a clone or its .zip file.",
     ),
     "fsdd": DatasetInfo(
         "the Free Spoken Digit Dataset, digits in wav files",
         "https://github.com/Jakobovski/free-spoken-digit-dataset",
         ["fsdd_recordings.tar"],
-        "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav.",
+        "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav. "
+        "`regard prepare fsdd FOLDER` writes it from a clone or its .zip file.",
     ),
     "tts": DatasetInfo(
         "recordings with their texts, in the layout of LJ Speech",
@@ -123,7 +141,8 @@ DATASETS = {
 def find(name: str, folder: Path | str | None = None) -> Path:
     """Return the folder of a data set: `folder` or its child `name`, else `$REGARD_DATA/<name>`; some share a folder.
 
-    Raises DataError, with what to download and where to put it, unless all files are there.
+    Raises DataError, with what to download and where to put it, unless all files are there, or those of a set that is read
+    in its place (`stored_form`).
     """
     if name not in DATASETS:
         raise DataError(unknown("no data set is called", name, DATASETS))
@@ -140,7 +159,16 @@ def find(name: str, folder: Path | str | None = None) -> Path:
     nearest = min(candidates, key=lambda candidate: (len(_missing(candidate, files)), candidate != child))
     missing = ", ".join(_missing(nearest, files))
     problem = f"{nearest} has no {missing}" if nearest.is_dir() else f"there is no folder {nearest}"
+    if other := DATASETS[name].instead:
+        with suppress(DataError):
+            return find(other, folder)
     raise DataError(f"{problem}. {_instructions(name)} into {nearest}, or name another place by REGARD_DATA or --data")
+
+
+def stored_form(name: str, folder: Path | str | None = None) -> str:
+    """Return which data set is read for `name`: itself, or the one in its place where only that one is there."""
+    found = find(name, folder)
+    return DATASETS[name].instead if _missing(found, DATASETS[name].files) else name
 
 
 def file(folder: Path, name: str) -> Path:

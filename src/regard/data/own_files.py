@@ -125,17 +125,20 @@ def _labelled(where: str, text: str, its_label: str, text_name: str, label_name:
     return LabelledText(text, its_label.strip())
 
 
-def split_labelled(texts: Sequence[LabelledText], where: Path | str, held: Sequence[str] = HELD) -> Splits[list[LabelledText]]:
+def split_labelled(
+    texts: Sequence[LabelledText], where: Path | str, held: Sequence[str] = HELD, what: str = "text"
+) -> Splits[list[LabelledText]]:
     """Split texts into about 80 / 10 / 10 %, label by label, by a hash of each text alone; splits that are not `held` are empty.
 
     Texts that differ in case or spaces alone are in the same split, and those with two labels are in train. A label of five
-    texts or more is in every split, one of fewer in train alone. Each split keeps the order of the file.
+    texts or more is in every split, one of fewer in train alone. Each split keeps the order of the file. `what` names a text in
+    sentences.
     """
     labels_of: dict[str, set[int | str]] = defaultdict(set)
     for x in texts:
         labels_of[_text_key(x.text)].add(x.label)
     if len({x.label for x in texts}) < 2:
-        have = f"every text has the label {texts[0].label!r}" if texts else "there is no text in it"
+        have = f"every {what} has the label {texts[0].label!r}" if texts else f"there is no {what} in it"
         raise DataError(f"{where}: {have}, but a classifier needs two labels at least")
     by_label: dict[int | str, list[str]] = defaultdict(list)
     for key, labels in labels_of.items():
@@ -145,7 +148,7 @@ def split_labelled(texts: Sequence[LabelledText], where: Path | str, held: Seque
     for keys in by_label.values():
         split_of |= _held_out(keys, held)
     if held and not split_of:
-        raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for {_and(held)}")
+        raise DataError(f"{where}: no label has {HELD_SHARE // 2} different {what}s, so that none is left for {_and(held)}")
     parts: dict[str, list[LabelledText]] = {"train": [], "val": [], "test": []}
     for x in texts:
         parts[split_of.get(_text_key(x.text), "train")].append(x)

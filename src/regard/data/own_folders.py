@@ -1,4 +1,4 @@
-"""Folders of a user: one folder for each label, one text in each file; whole, or divided into folders of train and test."""
+"""Folders of a user: one folder for each label, one text or image in each file; whole, or divided into folders of splits."""
 
 from __future__ import annotations
 
@@ -17,18 +17,26 @@ def read_labelled_folder(folder: Path) -> list[LabelledText]:
 
     The name of a folder is the label. Files beside these folders, and hidden ones, are left out: `files_left_out` counts them.
     """
-    labels = _folders(folder)
-    if not labels:
-        raise DataError(f"{folder} has no folders in it: one for each label is needed, with a text in every file")
     found = []
-    for place in labels:
-        for path in _visible(place):
-            if path.is_dir():
-                raise DataError(f"{path} is a folder in the folder of a label, where every file is a text: move it away")
+    for label, paths in files_by_label(folder, "a text").items():
+        for path in paths:
             text = read_text(path)
             if not text.strip():
                 raise DataError(f"{path} is empty: write its text, or delete it")
-            found.append(LabelledText(text, place.name))
+            found.append(LabelledText(text, label))
+    return found
+
+
+def files_by_label(folder: Path, what: str) -> dict[str, list[Path]]:
+    """List the files in each folder in `folder`, by the name of that folder: the label. `what` is what every file is."""
+    labels = _folders(folder)
+    if not labels:
+        raise DataError(f"{folder} has no folders in it: one for each label is needed, with {what} in every file")
+    found = {}
+    for place in labels:
+        found[place.name] = _visible(place)
+        if inner := next((path for path in found[place.name] if path.is_dir()), None):
+            raise DataError(f"{inner} is a folder in the folder of a label, where every file is {what}: move it away")
     return found
 
 

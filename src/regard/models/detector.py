@@ -20,6 +20,7 @@ from regard.blocks.stack import Stack
 from regard.config import Config
 from regard.mixers.places import Places
 from regard.models.build import encoder, glorot, stack
+from regard.models.grid_patterns import check_grid
 from regard.models.image_embedding import ImageEmbedding
 from regard.models.translator import CrossWiring
 
@@ -85,6 +86,7 @@ class QueryDetector(nn.Module):
         chosen: bool = False,
     ) -> None:
         super().__init__()
+        check_grid(config.mixer, grid[1])
         self.encoder = encoder(config, embed)
         without = dataclasses.replace(config, positions="none", max_len=max(queries, config.max_len))
         self.decoder: Stack = glorot(stack(without, reads=True))

@@ -18,6 +18,7 @@ from regard.data.go_games import REMEMBERED, symmetries
 from regard.mixers.places import Places
 from regard.models.build import added, encoder, glorot, stack
 from regard.models.embedding import Vectors
+from regard.models.grid_patterns import check_grid
 from regard.options import check_choice
 
 PLANES = POINT_KINDS + REMEMBERED + 1
@@ -80,6 +81,8 @@ class GoNet(nn.Module):
     def __init__(self, config: Config, *, net: str, side: int = 19, every: int = 4) -> None:
         super().__init__()
         self.net, self.side = check_choice("net", net, GO_NETS), side
+        if net in ("hybrid", "attention"):
+            check_grid(config.mixer, side)
         self.turns = BoardTurns(side)
         self.head = nn.Linear(config.width, 1)
         self.reader = encoder(config, Vectors(PLANES, config.width, positions=added(config))) if net == "attention" else None

@@ -16,7 +16,7 @@ from regard.mixers.state import State
 from regard.models.embedding import Embedding
 from regard.models.encoder import Encoded, Encoder
 
-WIRINGS = ("last", "each", "mixed")
+WIRINGS = ("last", "each", "both", "mixed")
 
 
 class SourceMemory(NamedTuple):
@@ -44,8 +44,11 @@ class SourceMemory(NamedTuple):
 class CrossWiring(nn.Module):
     """Select the encoder's layers that the decoder's blocks read.
 
-    last: all read the last one, as the Transformer does. each: block i reads layer i. mixed: block i reads a mean of all layers,
-    by weights of its own that are learned (Bapna et al. 2018, arXiv:1808.07561). Layers other than the last get a norm.
+    last: all read the last one, as the Transformer does. each: block i reads layer i. both: block i reads layer i and the last
+    one together, the mean of the two, (norm(x_i) + x_l) / 2 (the two views of Liu et al. 2020, arXiv:2005.08081, as one
+    context); the last block reads the last layer alone. mixed: block i reads a mean of all layers, by weights of its own that
+    are learned (Bapna et al. 2018, arXiv:1808.07561). Layers other than the last get a norm. Where block i reads layer i there
+    must be as many blocks as layers.
     """
 
     def __init__(self, wiring: str, encoder: Stack, decoder: Stack, width: int) -> None:
@@ -53,8 +56,8 @@ class CrossWiring(nn.Module):
         if wiring not in WIRINGS:
             raise ValueError(f"wiring must be one of {', '.join(WIRINGS)}, not {wiring!r}")
         layers, blocks = len(encoder.blocks), len(decoder.blocks)
-        if wiring == "each" and layers != blocks:
-            raise ValueError(f"wiring='each' needs as many encoder as decoder layers, not {layers} and {blocks}")
+        if wiring in ("each", "both") and layers != blocks:
+            raise ValueError(f"wiring={wiring!r} needs as many encoder as decoder layers, not {layers} and {blocks}")
         self.wiring = wiring
         self.norms = None
         if wiring != "last":
@@ -67,6 +70,8 @@ class CrossWiring(nn.Module):
         if self.norms is None:
             return (read.x,)
         normed = [*(norm(x) for norm, x in zip(self.norms, read.layers[:-1], strict=True)), read.x]
+        if self.wiring == "both":
+            return (*((x + read.x) / 2 for x in normed[:-1]), read.x)
         if self.weights is None:
             return tuple(normed)
         stacked = torch.stack(normed)  # (l b n w)
@@ -80,8 +85,8 @@ class Translator(nn.Module):
     teacher forcing; `start` and `extend` return the same token by token.
 
     `encoder` encodes the source, `embed` makes vectors of target tokens, `decoder` is causal and reads a context, `head` makes
-    scores. `wiring` is which encoder layers the decoder reads: "last", "each" (block i reads layer i) or "mixed" (all, by
-    learned weights). `translator` builds one from a configuration.
+    scores. `wiring` is which encoder layers the decoder reads: "last", "each" (block i reads layer i), "both" (block i reads
+    layer i and the last) or "mixed" (all, by learned weights). `translator` builds one from a configuration.
 
     >>> import torch
     >>> from regard.config import Config

@@ -16,7 +16,8 @@ class Neighbourhood(Atom):
     """i and j at most `reach` rows and `across` columns apart (`reach` unless given), on a grid with so many columns.
 
     The token p is in row (p - first) // columns and column (p - first) % columns; the `first` tokens before the grid, such as a
-    class token, are in no pair: `Neighbourhood(8, 2, first=1) | Global(first=1)`. Parmar et al. 2018, arXiv:1802.05751.
+    class token, are in no pair: `Neighbourhood(8, 2, first=1) | Global(first=1)`. Models of images and of boards refuse other
+    columns than theirs. Parmar et al. 2018, arXiv:1802.05751.
 
     `columns` are those of the grid.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from itertools import groupby
 
 import torch
@@ -46,9 +47,14 @@ def draw_attention(found: TextAttention, title: str = "") -> Figure:
     """Draw what `run.attention` found: layers from top to bottom, heads from left to right. Save it with savefig(path)."""
     if not found.layers:
         raise ValueError("; ".join(found.missing) or "this model has no layer with attention weights")
-    there = {font.name for font in fontManager.ttflist}
-    with rc_context({"font.family": [*rcParams["font.family"], *(name for name in FONTS if name in there)]}):
+    with text_fonts():
         return _drawn(found, title)
+
+
+def text_fonts() -> AbstractContextManager[None]:
+    """Draw with the fonts that are here for signs of all scripts, inside this context."""
+    there = {font.name for font in fontManager.ttflist}
+    return rc_context({"font.family": [*rcParams["font.family"], *(name for name in FONTS if name in there)]})
 
 
 def _drawn(found: TextAttention, title: str) -> Figure:

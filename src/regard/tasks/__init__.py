@@ -17,7 +17,14 @@ from regard.tasks.graph_config import communities_config, cora_config, motifs_co
 from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.masked_config import MLM_PRESETS, mlm_config
-from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
+from regard.tasks.own_data_config import (
+    OWN_IMAGE_PRESETS,
+    classify_config,
+    images_config,
+    tag_config,
+    text_config,
+    translate_config,
+)
 from regard.tasks.parsing_config import gum_config
 from regard.tasks.pointing_config import hull_config, sorting_config
 from regard.tasks.presets import CPU_PRESETS, Preset
@@ -107,10 +114,10 @@ TASKS: dict[str, Entry] = {
     "tts": Entry(tts_config, f"{_SYNTHESIS}:CorpusSynthesisTask", _DISTANCE, "speech of texts, from a corpus", "tts"),
     "cifar10": Entry(
         cifar10_config,
-        "regard.tasks.image_labels:ColourTask",
+        "regard.tasks.cifar_colour:CifarTask",
         _ACCURACY,
         "objects in small colour images",
-        "cifar10_jpeg",
+        "cifar10_colour",
         presets=IMAGE_PRESETS,
     ),
     "cifar10_gray": Entry(
@@ -134,6 +141,14 @@ TASKS: dict[str, Entry] = {
     ),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
+    ),
+    "images": Entry(
+        images_config,
+        "regard.tasks.own_images:OwnImagesTask",
+        _ACCURACY,
+        "labels of your images",
+        file="--folder",
+        presets=OWN_IMAGE_PRESETS,
     ),
     "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
     "mlm": Entry(

@@ -17,6 +17,7 @@ from regard.data.box_picture import draw_boxes
 from regard.data.colour_images import IMAGE_FILES, read_image
 from regard.data.detection_score import Objects, detection_floors, detection_scores
 from regard.data.digit_scenes import NO_DIGIT, SPLIT_NAMES, SceneMaker, Scenes, read_digits, split_digits
+from regard.data.upright_image import read_upright
 from regard.models.boxes import box_corners, box_middles, suppressed
 from regard.models.build import added
 from regard.models.detector import DenseDetector, Detected, QueryDetector, equal_convolutions
@@ -209,15 +210,15 @@ class DetectionTask(Task):
         return [self._described(model, line.strip()) if line.strip() else "" for line in lines]
 
     def _described(self, model: nn.Module, path: str) -> str:
-        """Write label, score and corners in pixels of every sure detection of a file, and draw them where that is set."""
-        pixels = read_image(path, self.config.canvas, True)
+        """Write label, score and corners of every sure detection, in pixels of the file, and draw them where that is set."""
+        pixels, image = read_image(path, self.config.canvas, True), read_upright(path)
         with evaluating(model):
             found = self.answers(model, torch.from_numpy(pixels.copy())[None])[0]
         sure = found.scores >= self.config.sure
-        found = Objects(*(x[sure] for x in found))
+        found = Objects(found.labels[sure], image.placed(found.boxes[sure]), found.scores[sure])
         if self.config.draw:
-            draw_boxes(pixels, found, self.labels, Path(self.config.draw) / f"{Path(path).stem}_boxes.png")
-        corners = [" ".join(f"{x:.0f}" for x in self.config.canvas * box) for box in found.boxes]
+            draw_boxes(image, found, self.labels, Path(self.config.draw) / f"{Path(path).stem}_boxes.png")
+        corners = [" ".join(f"{x:.0f}" for x in box) for box in found.boxes]
         rows = zip(found.labels.tolist(), found.scores.tolist(), corners, strict=True)
         return "; ".join(f"{self.labels[label]} {score:.2f} at {where}" for label, score, where in rows) or "no digit"
 

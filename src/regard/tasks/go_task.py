@@ -14,7 +14,9 @@ from regard.data.batch import Batch
 from regard.data.go_board import Board, name_of
 from regard.data.go_games import GoPositions, joined_positions, position_now, positions_of, read_go, read_sgf, write_sgf
 from regard.data.locate import find
+from regard.data.move_floors import MoveOffsets, drawn_move_scores
 from regard.models.go_net import GO_NETS, GoNet
+from regard.models.grid_patterns import check_grid
 from regard.options import check_choice
 from regard.tasks.go_config import Go
 from regard.tasks.support import device_under, evaluating, learned
@@ -35,6 +37,7 @@ class GoTask(Task):
     """The next move of a game; scored by how often the professional's is the likeliest, or among the five likeliest.
 
     An example is the number of a position. Points where a stone is not allowed (occupied, suicide, superko) are never likely.
+    Floors are a point drawn among the allowed ones, and the allowed point whose offset from the last move train has most often.
     """
 
     best = ("top1", "max")
@@ -77,7 +80,22 @@ class GoTask(Task):
 
     def describe_data(self) -> list[str]:
         counts = ", ".join(f"{len(part):,} {name}" for name, part in self.splits.items())
-        return [f"positions: {counts}; {learned(self.positions).cut:,} moves behind one that the rules do not allow are left out"]
+        left_out = f"{learned(self.positions).cut:,} moves behind one that the rules do not allow are left out"
+        floors = {name: self.floors(name) for name in ("val", "test")}
+        drawn, offset = (" and ".join(f"{x[k]:.1f} % of {name}" for name, x in floors.items()) for k in ("floor_drawn", "floor"))
+        return [
+            f"positions: {counts}; {left_out}",
+            f"floor: a point drawn among the allowed ones is right for {drawn}",
+            f"floor: the most frequent offset from the last move is right for {offset}",
+        ]
+
+    def floors(self, split: str) -> dict[str, float]:
+        """Score moves without a network: `floor` by offsets from the last move in train, `floor_drawn` by chance."""
+        found, train = learned(self.positions), np.asarray(self.splits["train"])
+        offsets = MoveOffsets(found.recent[train, 0], found.move[train], BOARD_SIDE)
+        positions = found.at(np.asarray(self.splits[split]))
+        near, drawn = offsets.scores(positions, NAMED_MOVES), drawn_move_scores(positions, NAMED_MOVES)
+        return {"floor": near[0], "floor_top5": near[1], "floor_drawn": drawn[0], "floor_drawn_top5": drawn[1]}
 
     def size(self, example: int) -> int:  # noqa: ARG002 - all boards have one size
         return BOARD_SIDE * BOARD_SIDE
@@ -85,6 +103,10 @@ class GoTask(Task):
     def batch(self, examples: Sequence[int]) -> Batch:
         found, rows = learned(self.positions), np.asarray(examples)
         return _batch_of(found.at(rows))
+
+    def check_mixers(self) -> None:
+        if self.bodies:
+            check_grid(self.config.mixer, BOARD_SIDE)
 
     def model(self) -> nn.Module:
         return GoNet(self.config, net=self.config.net, side=BOARD_SIDE, every=self.config.every)
@@ -104,7 +126,7 @@ class GoTask(Task):
         return self._scored(model, self.splits["val"][::apart], views=1)
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
-        return self._scored(model, self.splits[split], views=self.config.views)
+        return {**self._scored(model, self.splits[split], views=self.config.views), **self.floors(split)}
 
     def _scored(self, model: nn.Module, examples: Sequence[int], views: int) -> dict[str, float]:
         found, rows = learned(self.positions), np.asarray(examples)

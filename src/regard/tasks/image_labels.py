@@ -26,10 +26,12 @@ from regard.data.gray_images import LabelledImages, read_gray_images
 from regard.data.locate import find
 from regard.models.build import added, encoder
 from regard.models.encoder_head import Reader
+from regard.models.grid_patterns import check_grid
 from regard.models.heads import POOLS, PerSequence
 from regard.models.image_embedding import ImageEmbedding, ImageReader
 from regard.options import check_choice
 from regard.positions.grid_positions import on_grid
+from regard.tasks.image_attention import ImageAttention, image_attention
 from regard.tasks.image_config import Images
 from regard.tasks.image_stem import image_stem
 from regard.tasks.support import device_under, evaluating, kept_labels
@@ -118,6 +120,7 @@ class ImageTask(Task):
         config = self.config
         bare = image_stem(config.options("stem"), self.channels, config.width, front=front, dropout=config.dropout)
         rows, columns = bare.grid(self.side, self.side)
+        self.columns = columns
         self.sized = dataclasses.replace(
             self.config,
             max_len=front + rows * columns,
@@ -128,8 +131,13 @@ class ImageTask(Task):
             bare.positions = added(self.sized)
         return bare
 
+    def check_mixers(self) -> None:
+        if self.config.depth:
+            check_grid(self.config.mixer, self.columns, int(self.config.pool == "token"))
+
     def model(self) -> nn.Module:
         """Build the stem, the layers if there are any, and a head."""
+        self.check_mixers()
         embed, config = self.embedding(), self.config
         head = PerSequence(config.width, len(self.labels), pool=config.pool, dropout=config.dropout)
         return Reader(encoder(self.sized, embed), head) if config.depth else ImageReader(embed, head)
@@ -169,6 +177,13 @@ class ImageTask(Task):
         examples = [(read_image(path, self.side, self.channels == 1), 0) for path in paths if path]
         found = iter(self._answers(model, examples))
         return [self.labels[next(found)] if path else "" for path in paths]
+
+    def attention(self, model: nn.Module, line: str) -> ImageAttention:
+        if not self.config.depth:
+            raise ValueError("this run has depth=0: there is no layer behind its stem that could attend")
+        path = line.strip()
+        image, answer = self.batch([(read_image(path, self.side, self.channels == 1), 0)]), self.predict(model, [path])[0]
+        return image_attention(model, lambda: self.scores(model, image), path, answer, self.side)
 
 
 def _examples(part: LabelledImages) -> list[ImageExample]:

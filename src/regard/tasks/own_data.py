@@ -21,10 +21,11 @@ from regard.data.own_files import (
     split_labelled,
     split_text,
 )
-from regard.data.own_folders import files_left_out, read_labelled_folder, split_folders
+from regard.data.own_folders import read_labelled_folder
 from regard.data.text_files import DataError, NotTextError, read_any_file, read_text
 from regard.data.vocabulary import FIRST_TEXT_ID, Bytes, Characters, Subwords
 from regard.options import check_choice
+from regard.tasks.label_counts import label_line, train_alone
 from regard.tasks.language_modeling import LanguageTask
 from regard.tasks.own_data_config import Classification, OwnText
 from regard.tasks.own_file import OwnFiles
@@ -32,7 +33,6 @@ from regard.tasks.sentiment import SentimentTask
 from regard.tasks.support import check_vocab
 
 OWN_UNITS: dict[str, type[Characters | Bytes | Subwords]] = {"characters": Characters, "bytes": Bytes, "subwords": Subwords}
-LABELS_SHOWN = 12  # labels that are printed with their counts
 
 
 class ClassificationTask(SentimentTask):
@@ -49,34 +49,20 @@ class ClassificationTask(SentimentTask):
         self.files = OwnFiles(paths, config.valid, config.test, folder=bool(config.folder))
         self.bayes: dict[str, float] = {}  # accuracy of naive Bayes by split
         self.repeated: dict[str, int] = {}  # texts of val and test that train has too
-        self.left_out = 0  # files beside the folders of labels
 
     def examples(self, folder: Path | None) -> Splits[list[LabelledText]]:
         if not self.files.files:
             columns = "with --text COLUMN and --label COLUMN, or --folder FOLDER"
             raise DataError(f"which file has the texts? Give --csv FILE or --jsonl FILE, {columns}")
-        paths = {split: path for split, (path,) in self.files.find(folder).items()}
-        where = paths["train"]
-        if self.config.folder:
-            paths = self._folders(paths)
+        paths = self.files.find_single(folder)
         found = {split: self._texts_of(path) for split, path in paths.items()}
         if empty := [path for split, path in paths.items() if not found[split] and split != "train"]:
             raise DataError(f"{empty[0]} has no text in it")
-        parts = split_labelled(found.pop("train"), where, self.files.held)._replace(**found)
+        parts = split_labelled(found.pop("train"), paths["train"], self.files.held)._replace(**found)
         label_of = NaiveBayes(parts.train)
         self.bayes = {"val": label_of.accuracy(parts.val), "test": label_of.accuracy(parts.test)}
         self.repeated = in_train(parts, lambda x: x.text)
         return parts
-
-    def _folders(self, paths: dict[str, Path]) -> dict[str, Path]:
-        """Find the folder of each split: one that was named, or one called train, val or test in the folder of all texts."""
-        inside = split_folders(paths["train"])
-        self.left_out = sum(files_left_out(path) for path in paths.values())
-        if inside and len(paths) > 1:
-            raise DataError(f"{paths['train']} has folders for {' and '.join(inside)} in it: leave --valid and --test out")
-        if inside:
-            self.files.apart = [name for name in inside if name != "train"]
-        return inside or paths
 
     def _texts_of(self, path: Path) -> list[LabelledText]:
         config = self.config
@@ -88,51 +74,29 @@ class ClassificationTask(SentimentTask):
 
     def describe_data(self) -> list[str]:
         counts = {name: Counter(label for _, label in part) for name, part in self.splits.items()}
-        total = sum(counts.values(), Counter())
-        shown = [f"{self.labels[place]} ({count:,})" for place, count in total.most_common(LABELS_SHOWN)]
-        more = f" and {len(total) - len(shown):,} more" if len(total) > len(shown) else ""
         floors = " and ".join(f"{self._floor(name):.1f} % of {name}" for name in ("val", "test"))
         bayes = " and ".join(f"{accuracy:.1f} % of {name}" for name, accuracy in self.bayes.items())
-        lines = [self.files.describe({name: part.total() for name, part in counts.items()}, "texts", self._how())]
-        lines += self.files.repeats(self.repeated, "texts")
-        if self.left_out:
-            lines.append(f"left out: files beside the folders of labels, {self.left_out:,} in all")
+        how, totals = self.files.chosen("by a hash of each text"), {name: part.total() for name, part in counts.items()}
         return [
-            *lines,
-            f"{len(total):,} labels: {', '.join(shown)}{more}",
-            *self._labels_of_train_alone(counts),
+            self.files.describe(totals, "texts", how),
+            *self.files.repeats(self.repeated, "texts"),
+            *self.files.beside(),
+            label_line(counts, self.labels),
+            *(line + self._hint(names) for line, names in train_alone(counts, self.labels)),
             f"floor: the most frequent label, {self.labels[self._most_frequent()]}, is right for {floors}",
             f"floor: naive Bayes of the words is right for {bayes}",
         ]
 
-    def _labels_of_train_alone(self, counts: Mapping[str, Counter[int]]) -> list[str]:
-        """Describe labels of train that val or test does not have, and what to do where they are the reviews of aclImdb."""
-        lacking: dict[tuple[int, ...], list[str]] = {}
-        for split in ("val", "test"):
-            if absent := tuple(sorted(counts["train"].keys() - counts[split].keys())):
-                lacking.setdefault(absent, []).append(split)
-        lines = []
-        for absent, splits in lacking.items():
-            names = [str(self.labels[place]) for place in absent]
-            more = f" and {len(names) - LABELS_SHOWN:,} more" if len(names) > LABELS_SHOWN else ""
-            line = f"labels of train that are not in {' and '.join(splits)}: {', '.join(names[:LABELS_SHOWN])}{more}"
-            if self.config.folder and names == ["unsup"] and {"neg", "pos"} <= {*map(str, self.labels)}:
-                line += f"; this looks like aclImdb: {self._prepare_imdb()} leaves unsup out, for regard train imdb"
-            lines.append(line)
-        return lines
+    def _hint(self, names: list[str]) -> str:
+        """Write what to do where the label that train alone has is that of reviews without one, of aclImdb."""
+        if not (self.config.folder and names == ["unsup"] and {"neg", "pos"} <= {*map(str, self.labels)}):
+            return ""
+        return f"; this looks like aclImdb: {self._prepare_imdb()} leaves unsup out, for regard train imdb"
 
     def _prepare_imdb(self) -> str:
         """Write the command that reads aclImdb, which is the folder of the texts or has it as train."""
         folder = Path(self.config.folder)
         return shlex.join(["regard", "prepare", "imdb", str(folder.parent if folder.name == "train" else folder)])
-
-    def _how(self) -> str:
-        """Describe how the splits that are in the place of train were made."""
-        chosen = "by a hash of each text"
-        if len(self.files.files) > 1 or not self.files.apart:
-            return chosen
-        made = f"{' and '.join(self.files.apart)} by {'its folder' if len(self.files.apart) == 1 else 'their folders'}"
-        return f"{made}, {self.files.held[0]} {chosen}" if self.files.held else made
 
     def _most_frequent(self) -> int:
         """Return the label that most training texts have, the first of equals."""

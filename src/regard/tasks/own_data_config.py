@@ -6,7 +6,9 @@ import os
 from dataclasses import asdict, dataclass, field
 
 from regard.config import Config
+from regard.tasks.image_config import Images
 from regard.tasks.language_modeling_config import Language
+from regard.tasks.presets import Preset
 from regard.tasks.sentiment_config import Sentiment
 from regard.tasks.tagging_config import Tagging, ewt_config
 from regard.tasks.translation_config import Translation, multi30k_config
@@ -67,6 +69,57 @@ def classify_config() -> Classification:
         save_every=100,
         max_len=256,
     )
+
+
+@dataclass
+class OwnImages(GivenSplits, Images):
+    """Images of a folder for each label."""
+
+    folder: str = ""  # a folder that has one for each label, and those an image in every file; also below train and test
+    side: int = 32  # pixels of a side to which the middle square of every image is scaled
+    gray: bool = False  # levels of gray in place of colours
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.folder = absolute_path(self.folder)
+
+
+def images_config() -> OwnImages:
+    return OwnImages(
+        task="images",
+        precision="tf32",
+        stem="patches(side=4)",
+        positions="learned_2d",
+        width=128,
+        heads=4,
+        depth=4,
+        ffn=256,
+        activation="gelu",
+        dropout=0.1,
+        smoothing=0.1,
+        steps=1500,
+        batch_tokens=64,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=100,
+        decay=0.05,
+        colour=0.2,
+        validate_every=250,
+        save_every=250,
+    )
+
+
+OWN_IMAGE_PRESETS: dict[str, Preset] = {
+    "cnn": {
+        "stem": "cnn(channels=32, stages=3, blocks=2)",
+        "depth": 0,
+        "positions": "none",
+        "lr": 2e-3,
+        "colour": 0.0,
+    },
+    "hybrid": {"stem": "cnn(channels=32, stages=2, blocks=1)", "depth": 2},
+    "mlp_mixer": {"mixer": "mlp_mixer", "positions": "none"},
+}
 
 
 @dataclass

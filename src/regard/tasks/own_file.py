@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from regard.data.own_files import HELD, file_digest
-from regard.data.own_folders import folder_digest
+from regard.data.own_folders import files_left_out, folder_digest, split_folders
 from regard.data.strict_json import JsonError, read_value
 from regard.data.text_files import DataError
 
@@ -70,6 +70,8 @@ class OwnFiles:
         folder: bool = False,
     ) -> None:
         self.files: dict[str, list[OwnFile]] = {}
+        self.folder = folder  # each of them is a folder of labels
+        self.left_out = 0  # files beside the folders of labels
         for split, paths in {"train": train, "val": valid, "test": test}.items():
             if len(paths) not in (0, len(sides)):
                 option = {"val": "--valid", "test": "--test"}.get(split, "train")
@@ -90,6 +92,30 @@ class OwnFiles:
         if place is not None and place.is_file() and len(self._all()) > 1:
             raise DataError(f"{place} is one file: --data names the folder that has all of them")
         return {split: [file.find(place) for file in files] for split, files in self.files.items()}
+
+    def find_single(self, place: Path | None) -> dict[str, Path]:
+        """Return the one file of every split; a folder of all texts or images may have folders of train, val and test in it."""
+        paths = {split: path for split, (path,) in self.find(place).items()}
+        if not self.folder:
+            return paths
+        inside = split_folders(paths["train"])
+        self.left_out = sum(files_left_out(path) for path in paths.values())
+        if inside and len(paths) > 1:
+            raise DataError(f"{paths['train']} has folders for {' and '.join(inside)} in it: leave --valid and --test out")
+        if inside:
+            self.apart = [name for name in inside if name != "train"]
+        return inside or paths
+
+    def chosen(self, by: str) -> str:
+        """Describe how the splits that are in the place of train were made; `by` is how those are that are held out."""
+        if len(self.files) > 1 or not self.apart:
+            return by
+        made = f"{' and '.join(self.apart)} by {'its folder' if len(self.apart) == 1 else 'their folders'}"
+        return f"{made}, {self.held[0]} {by}" if self.held else made
+
+    def beside(self) -> list[str]:
+        """Describe how many files lie beside the folders of labels."""
+        return [f"left out: files beside the folders of labels, {self.left_out:,} in all"] if self.left_out else []
 
     def describe(self, counts: Mapping[str, int], what: str, how: str) -> str:
         """Describe how many there are of each split, from which file, and how those that were held out were chosen."""

@@ -12,7 +12,7 @@ from regard.data.datasets import Splits, Tagged
 from regard.data.own_files import in_train, read_tagged, split_tagged
 from regard.data.text_files import DataError
 from regard.scores import accuracy
-from regard.tasks.own_data import LABELS_SHOWN
+from regard.tasks.label_counts import LABELS_SHOWN
 from regard.tasks.own_data_config import OwnTags
 from regard.tasks.own_file import OwnFiles
 from regard.tasks.tagging import TaggingTask

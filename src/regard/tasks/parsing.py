@@ -15,6 +15,7 @@ from regard.data.batch import END, Batch, padded, shifted
 from regard.data.bracket_score import bracket_score
 from regard.data.locate import find
 from regard.data.spelled_words import normalized_words, spelled_batch, spelled_words, words_of_line
+from regard.data.tree_floors import branching_labels, branching_scores
 from regard.data.treebank import (
     CLOSING,
     Tree,
@@ -57,7 +58,7 @@ class ParsingTask(Task):
     """A constituency tree for every sentence; scored by the F1 of brackets as evalb counts them.
 
     Decoding is constrained (`BracketGrammar`): every answer is a tree over all words of its sentence. The floor is a tree that
-    branches to the right.
+    branches to the right, with the best label of train.
     """
 
     best = ("f1", "max")
@@ -75,6 +76,7 @@ class ParsingTask(Task):
         check_fraction("forget", config.forget)
         self.words, self.characters, self.symbols = Words([]), Characters([]), Words([])
         self.trees: dict[str, list[Tree]] = {}
+        self.branching = ""  # the label of the floor, of train
 
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), read_gum(find(self.config.task, folder)), strict=True))
@@ -83,10 +85,18 @@ class ParsingTask(Task):
             self.words = Words.of(map(normalized_words, texts), min_count=self.config.min_count)
             self.characters = Characters.of(word for text in texts for word in text)
             self.symbols = Words.of(map(self._sequence, parts["train"]))
-        self.trees = parts
+        self.trees, self.branching = parts, branching_labels(parts["train"]).best
         self.splits = {name: [self._coded(tree) for tree in trees] for name, trees in parts.items()}
         self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
         self.sample = " ".join(leaf.word for leaf in words_of_tree(parts["val"][0])) if parts["val"] else ""
+
+    def describe_data(self) -> list[str]:
+        counts = ", ".join(f"{len(trees):,} {name}" for name, trees in self.trees.items())
+        floors = " and ".join(f"{self._floor(name):.1f} on {name}" for name in ("val", "test"))
+        return [f"trees: {counts}", f"floor: trees that branch to the right, {self.branching} everywhere, have an F1 of {floors}"]
+
+    def _floor(self, split: str) -> float:
+        return branching_scores(self.trees[split], [self.branching])[self.branching].f1
 
     def _sequence(self, tree: Tree) -> list[str]:
         """Write a tree as the symbols that are predicted."""
@@ -142,7 +152,8 @@ class ParsingTask(Task):
         return self._scored(model, self.splits["val"][::apart], self.trees["val"][::apart], beams=1)
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
-        return self._scored(model, self.splits[split], self.trees[split], beams=self.config.beam)
+        found = self._scored(model, self.splits[split], self.trees[split], beams=self.config.beam)
+        return {**found, "floor": self._floor(split)}
 
     def _scored(
         self, model: nn.Module, examples: Sequence[ParsedExample], trees: Sequence[Tree], *, beams: int

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.data.batch import END, UNKNOWN, Batch, padded, shifted
+from regard.data.batch import BEGIN, END, UNKNOWN, Batch, padded, shifted
 from regard.data.locate import find
 from regard.data.speech_augment import change_tempo
 from regard.data.speech_features import with_slopes
 from regard.data.speech_sets import CepstraText, SpokenDigit, read_an4, read_fsdd
+from regard.data.token_labels import token_labels
 from regard.data.vocabulary import FIRST_TEXT_ID, Characters, vocabulary
 from regard.data.wav_files import Recording
 from regard.decoding.ctc_search import CtcAnswer, ctc_greedy, ctc_prefix_beam
@@ -22,10 +23,12 @@ from regard.models.guided import record_alignments
 from regard.models.recogniser import READERS, CtcSlotLogs, recogniser
 from regard.options import check_choice
 from regard.scores import character_errors, word_errors
+from regard.tasks.recording_attention import RecordingAttention, recording_attention
 from regard.tasks.speech_config import DigitStrings, Recognition
 from regard.tasks.speech_task import SPEECH_INFERENCE, Normaliser, SpeechTask
 from regard.tasks.support import device_under, evaluating, generate_answers, in_order, learned
 from regard.tasks.task import ENCODER, ENCODER_DECODER, GENERATION_SETTINGS
+from regard.tasks.text_attention import StackTokens
 from regard.text import unknown
 from regard.training.learnable import Step
 from regard.training.losses import Loss
@@ -183,6 +186,17 @@ class RecognitionTask(SpeechTask):
         with evaluating(model), record_alignments(model) as found:
             model(batch.source, batch.source_valid, shifted(batch.target))
         return [weights[0] for weights in found]
+
+    def attention(self, model: nn.Module, line: str) -> RecordingAttention:
+        """Compute the attention to a wav file, and to the text that it is recognised as: the decoder is fed it."""
+        path = line.strip()
+        text, known = self.predict(model, [path])[0], learned(self.vocabulary)
+        batch = self.batch([self._coded(self.read_windows(path), text)]).to(device_under(model))
+        assert batch.target is not None
+        fed, ids = shifted(batch.target), batch.target[0].tolist()
+        said = [StackTokens(token_labels(known, [BEGIN, *ids[:-1]]), token_labels(known, ids))] if self.joint else []
+        given = (batch.source, batch.source_valid, fed)[: 3 if self.joint else 2]
+        return recording_attention(self, model, lambda: model(*given), path, text, said)
 
 
 class An4Task(RecognitionTask):

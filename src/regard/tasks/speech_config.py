@@ -62,8 +62,9 @@ def fsdd_config() -> SpokenLabel:
         speeds=[0.8, 0.9, 1.0, 1.1, 1.25],
         normalise="mean",
         trim=22.0,
-        floor=35.0,
+        floor=30.0,
         floor_change=9.0,
+        bands=0,
         channels=32,
         kernel=7,
         width=128,
@@ -87,7 +88,7 @@ def fsdd_config() -> SpokenLabel:
 def fsdd_speaker_config() -> SpokenLabel:
     # The mean of a recording is a part of its voice: utterance would subtract it.
     changes = {"held_out": ["nicolas", "theo"], "speeds": [1.0], "steps": 800, "normalise": "train"}
-    plain = {"trim": 0.0, "floor": 0.0, "floor_change": 0.0, "channels": 0, "halvings": 1, "depth": 3}
+    plain = {"trim": 0.0, "floor": 0.0, "floor_change": 0.0, "bands": 2, "channels": 0, "halvings": 1, "depth": 3}
     return SpokenLabel(**{**fsdd_config().to_json(), "task": "fsdd_speaker", **changes, **plain})
 
 

@@ -79,6 +79,9 @@ class Task:
         """Find the data, learn vocabularies from its training part, and encode it into `splits`."""
         raise NotImplementedError
 
+    def check_mixers(self) -> None:
+        """Refuse mechanisms that do not fit the tokens, such as a pattern of another grid, before anything is read."""
+
     def describe_data(self) -> list[str]:
         """Describe what `read` found, in lines: the command line prints them before training. Named data sets need none."""
         return []

@@ -137,7 +137,8 @@ class TrainedRun:
             found = run.attention(["they saw the duck"])[0]
             found.layers[0].weights  # (heads, queries, keys), with their tokens in .queries and .keys
 
-        A decoder that generates is fed its own answer: the weights of cross-attention are alignments of answer and line.
+        A decoder that generates is fed its own answer: the weights of cross-attention are alignments of answer and line. Lines of
+        tasks on images and recordings are paths of files, the tokens patches of the image or stretches of the recording.
         """
         texts = _texts(lines, "attention")
         for number, text in enumerate(texts, 1):

@@ -26,8 +26,8 @@ def train(
     `task` is its name, `out` the folder of the run: an interrupted one goes on there, and a finished one with larger `steps`.
     `preset` is one of the task ("cpu"), `data` the folder of its data or above it, else REGARD_DATA, `device` auto, cpu or cuda.
     `quiet` prints nothing. Further arguments are `settings` of the task, those of own files among them: `csv`, `jsonl`, `folder`,
-    `text` and `label` of classify, `file` of text, `pairs` of translate, `conll` of tag, `valid` and `test` of all four.
-    The number of threads is that of torch.
+    `text` and `label` of classify, `folder` of images, `file` of text, `pairs` of translate, `conll` of tag, `valid` and `test`
+    of all five. The number of threads is that of torch.
 
     >>> import pathlib, tempfile, regard
     >>> folder = pathlib.Path(tempfile.mkdtemp())
