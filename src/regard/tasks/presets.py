@@ -36,6 +36,7 @@ CPU_PRESETS: dict[str, Preset] = {
         "save_every": 100,
     },
     "gum": {
+        "mixer": ["rnn", "softmax"],
         "width": 160,
         "depth": 3,
         "decoder_depth": 2,
