@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from regard.cli import app
 from regard.data.speech_features import centred, raised_floor, trimmed
 from regard.data.speech_sets import read_an4, read_fsdd
-from regard.data.text_files import DataError
+from regard.data.text_files import DataError, why_no_archive
 from regard.data.wav_files import Recording, write_wav
 from regard.decoding.ctc_search import CtcBeam
 from regard.tasks import config, make_task
@@ -115,6 +115,22 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(folder, tmp_path):
 def test_the_mean_of_a_recording_is_left_to_tell_voices():
     """Subtracted from every recording, it left new voices at chance."""
     assert config("fsdd_speaker").normalise == "train" and config("fsdd").normalise == "mean"
+
+
+@pytest.mark.parametrize("text, why", [("no method works:\n- gz: no\n- xz: no", "no method works"), ("", "it is cut off")])
+def test_a_damaged_archive_is_one_line_whatever_its_error_says(text, why):
+    assert why_no_archive(EOFError(text)) == why
+
+
+def test_the_normaliser_is_moved_to_a_device_once(folder):
+    """A captured pass may not copy from the host."""
+    task = make_task(tiny("fsdd_speaker"))
+    task.read(folder)
+    windows = torch.zeros(2, 5, 16, device="meta")
+    task.normalised(windows)
+    moved = task.normaliser
+    task.normalised(windows)
+    assert task.normaliser is moved and moved.mean.device.type == "meta"
 
 
 def test_digits_are_cut_and_get_a_floor_that_training_moves(folder):

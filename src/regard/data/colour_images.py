@@ -17,7 +17,7 @@ import numpy as np
 
 from regard.data.gray_images import GRAY_SHAPE, LabelledImages, read_image_arrays
 from regard.data.locate import file
-from regard.data.text_files import DataError, read_binary
+from regard.data.text_files import DataError, read_binary, why_no_archive
 
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLIT_SEED = 20_251_116
@@ -59,7 +59,7 @@ def read_colour_images(folder: Path) -> dict[str, LabelledImages]:
                     image = _decoded_image(pillow, data.read(), f"{path}: {member.name}")
                     found[part].append((member.name, image, label))
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"{path} is not a whole tar archive: {str(error).splitlines()[0].rstrip(':')}") from None
+        raise DataError(f"{path} is not a whole tar archive: {why_no_archive(error)}") from None
     return {part: _joined(part, rows, path) for part, rows in found.items()}
 
 
@@ -77,7 +77,7 @@ def _place(name: str, path: Path) -> tuple[str, int]:
 
 
 @contextmanager
-def decoding_image(where: str) -> Iterator[None]:
+def _decoding(where: str) -> Iterator[None]:
     """Turn what Pillow raises for damaged files, and for images of hundreds of millions of pixels, into a sentence."""
     pillow = pillow_image()
     try:
@@ -89,7 +89,7 @@ def decoding_image(where: str) -> Iterator[None]:
 
 
 def _decoded_image(pillow: ModuleType, data: bytes, where: str) -> np.ndarray:
-    with decoding_image(where), pillow.open(io.BytesIO(data)) as image:
+    with _decoding(where), pillow.open(io.BytesIO(data)) as image:
         pixels = np.asarray(image.convert("RGB"))
     if pixels.shape[:2] != GRAY_SHAPE:
         raise DataError(f"{where} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not 32 x 32")
@@ -146,23 +146,34 @@ def _rows_of(part: LabelledImages, places: Sequence[int]) -> LabelledImages:
     return LabelledImages(part.images[index], part.labels[index])
 
 
-def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
-    """Read an image file as (channels, side, side): the middle square of it, upright, resized."""
+@contextmanager
+def opened_upright(path: Path | str) -> Iterator[Any]:
+    """Open an image file of a user: upright, with levels from 0 to 255. Errors of it, and of what is done with it, name it."""
     pillow = pillow_image()
     from PIL import ImageOps
 
     if not Path(path).is_file():
         raise DataError(f"there is no file {path}")
-    with decoding_image(str(path)), pillow.open(path) as stored:
-        image = eight_bit_levels(pillow, ImageOps.exif_transpose(stored))  # cameras store an image as it was held, and how
-        square = min(image.size)
-        left, top = ((size - square) // 2 for size in image.size)
-        box = (left, top, left + square, top + square)
-        small = image.convert("L" if gray else "RGB").resize((side, side), pillow.Resampling.BOX, box=box)
-        pixels = np.asarray(small)
+    with _decoding(str(path)), pillow.open(path) as stored:
+        yield _eight_bits(pillow, ImageOps.exif_transpose(stored))  # cameras store an image as it was held, and how
+
+
+def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
+    """Read an image file as (channels, side, side): the middle square of it, upright, resized."""
+    with opened_upright(path) as image:
+        return middle_square(image, side, gray)
+
+
+def middle_square(image: Any, side: int, gray: bool) -> np.ndarray:
+    """Return the middle square of an image of Pillow, resized, as (channels, side, side)."""
+    square = min(image.size)
+    left, top = ((size - square) // 2 for size in image.size)
+    box = (left, top, left + square, top + square)
+    small = image.convert("L" if gray else "RGB").resize((side, side), pillow_image().Resampling.BOX, box=box)
+    pixels = np.asarray(small)
     return pixels[None] if gray else pixels.transpose(2, 0, 1)
 
 
-def eight_bit_levels(pillow: ModuleType, image: Any) -> Any:
+def _eight_bits(pillow: ModuleType, image: Any) -> Any:
     """Return an image whose levels are 0 to 255; Pillow would cut those of 16 bits there."""
     return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I;16") else image

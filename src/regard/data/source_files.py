@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from regard.data.text_files import DataError
+from regard.data.text_files import DataError, why_no_archive
 
 SEVEN_ZIP = b"7z\xbc\xaf\x27\x1c"  # the first bytes of an archive of 7-Zip
 _TAR_BLOCK = 512  # bytes; a tar file ends with two blocks of zeros
@@ -64,8 +64,7 @@ def _tarred(source: Path, wanted: re.Pattern[str]) -> Iterator[tuple[str, bytes]
                 if member.isfile() and wanted.search(member.name) and (file := archive.extractfile(member)) is not None:
                     yield member.name, file.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        why = (str(error).splitlines() or ["it cannot be read"])[0].rstrip(":")
-        raise DataError(f"{source} is not a whole .tar, .tar.gz or .zip file: {why}") from None
+        raise DataError(f"{source} is not a whole .tar, .tar.gz or .zip file: {why_no_archive(error)}") from None
 
 
 def _without_end(source: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.data.locate import file
-from regard.data.text_files import DataError, read_binary, why_no_array
+from regard.data.text_files import DataError, read_binary, why_no_archive, why_no_array
 from regard.data.wav_files import Recording, parse_wav
 
 AN4_CEPSTRA = 13
@@ -57,7 +57,7 @@ def read_fsdd(folder: Path) -> list[SpokenDigit]:
                 recording = parse_wav(stored.read(), f"{path}: {member.name}")
                 found.append(SpokenDigit(recording, parts[1], parts[2], int(parts[3]), member.name))
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"{path} is not a whole tar file: {str(error).splitlines()[0].rstrip(':')}") from None
+        raise DataError(f"{path} is not a whole tar file: {why_no_archive(error)}") from None
     if not found:
         raise DataError(f"{path} has no wav files in it")
     return sorted(found, key=lambda x: (x.digit, x.speaker, x.take))

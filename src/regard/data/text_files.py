@@ -71,6 +71,11 @@ def read_binary(path: Path | str) -> bytes:
         return file.read()
 
 
+def why_no_archive(error: Exception) -> str:
+    """Return why an archive cannot be read: the first line of an error, which tarfile follows by one for each compression."""
+    return (str(error).splitlines() or ["it is cut off"])[0].rstrip(":")
+
+
 def why_no_array(error: Exception) -> object:
     """Return why NumPy cannot load an array: its own words, unless they propose to load a pickle."""
     return "it holds no plain numbers" if "pickle" in str(error) else error

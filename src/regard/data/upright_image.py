@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.data.colour_images import decoding_image, eight_bit_levels, pillow_image
-from regard.data.text_files import DataError
+from regard.data.colour_images import opened_upright
 
 
 class UprightImage(NamedTuple):
     """Hold the pixels of a file, turned as its EXIF data say."""
 
     pixels: np.ndarray  # uint8 (height, width, 3)
+
+    @classmethod
+    def of(cls, image: Any) -> UprightImage:
+        """Take all pixels of an image of Pillow, in colours."""
+        return cls(np.asarray(image.convert("RGB")))
 
     @property
     def square(self) -> tuple[int, int, int]:
@@ -31,11 +35,5 @@ class UprightImage(NamedTuple):
 
 def read_upright(path: Path | str) -> UprightImage:
     """Read all pixels of an image file in colours; every error names it."""
-    pillow = pillow_image()
-    from PIL import ImageOps
-
-    if not Path(path).is_file():
-        raise DataError(f"there is no file {path}")
-    with decoding_image(str(path)), pillow.open(path) as stored:
-        image = eight_bit_levels(pillow, ImageOps.exif_transpose(stored))
-        return UprightImage(np.asarray(image.convert("RGB")))
+    with opened_upright(path) as image:
+        return UprightImage.of(image)

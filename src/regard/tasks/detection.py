@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from regard.checks import need
 from regard.data.batch import Batch
 from regard.data.box_picture import draw_boxes
-from regard.data.colour_images import IMAGE_FILES, read_image
+from regard.data.colour_images import IMAGE_FILES, middle_square, opened_upright
 from regard.data.detection_score import Objects, detection_floors, detection_scores
 from regard.data.digit_scenes import NO_DIGIT, SPLIT_NAMES, SceneMaker, Scenes, read_digits, split_digits
-from regard.data.upright_image import read_upright
+from regard.data.upright_image import UprightImage
 from regard.models.boxes import box_corners, box_middles, suppressed
 from regard.models.build import added
 from regard.models.detector import DenseDetector, Detected, QueryDetector, equal_convolutions
@@ -211,7 +211,8 @@ class DetectionTask(Task):
 
     def _described(self, model: nn.Module, path: str) -> str:
         """Write label, score and corners of every sure detection, in pixels of the file, and draw them where that is set."""
-        pixels, image = read_image(path, self.config.canvas, True), read_upright(path)
+        with opened_upright(path) as opened:
+            pixels, image = middle_square(opened, self.config.canvas, True), UprightImage.of(opened)
         with evaluating(model):
             found = self.answers(model, torch.from_numpy(pixels.copy())[None])[0]
         sure = found.scores >= self.config.sure

@@ -182,7 +182,8 @@ class ImageTask(Task):
         if not self.config.depth:
             raise ValueError("this run has depth=0: there is no layer behind its stem that could attend")
         path = line.strip()
-        image, answer = self.batch([(read_image(path, self.side, self.channels == 1), 0)]), self.predict(model, [path])[0]
+        examples = [(read_image(path, self.side, self.channels == 1), 0)]
+        answer, image = self.labels[self._answers(model, examples)[0]], self.batch(examples)
         return image_attention(model, lambda: self.scores(model, image), path, answer, self.side)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from regard.config import Config
 
@@ -55,24 +56,15 @@ class DigitStrings(Recognition):
     held_out: list[str] = field(default_factory=lambda: ["theo"])  # the voices of the test part
 
 
-def fsdd_config() -> SpokenLabel:
+def _digit_config(**own: Any) -> SpokenLabel:
+    """Return what tasks of one label for a recording of FSDD share."""
     return SpokenLabel(
-        task="fsdd",
-        held_out=["theo"],
-        speeds=[0.8, 0.9, 1.0, 1.1, 1.25],
-        normalise="mean",
-        trim=22.0,
-        floor=30.0,
-        floor_change=9.0,
-        bands=0,
-        channels=32,
+        **own,
         kernel=7,
         width=128,
         heads=4,
-        depth=2,
         ffn=256,
         dropout=0.2,
-        steps=1200,
         batch_tokens=4096,
         lr=1e-3,
         schedule="cosine",
@@ -85,11 +77,33 @@ def fsdd_config() -> SpokenLabel:
     )
 
 
+def fsdd_config() -> SpokenLabel:
+    return _digit_config(
+        task="fsdd",
+        held_out=["theo"],
+        speeds=[0.8, 0.9, 1.0, 1.1, 1.25],
+        normalise="mean",
+        trim=22.0,
+        floor=30.0,
+        floor_change=9.0,
+        bands=0,
+        channels=32,
+        depth=2,
+        steps=1200,
+    )
+
+
 def fsdd_speaker_config() -> SpokenLabel:
     # The mean of a recording is a part of its voice: utterance would subtract it.
-    changes = {"held_out": ["nicolas", "theo"], "speeds": [1.0], "steps": 800, "normalise": "train"}
-    plain = {"trim": 0.0, "floor": 0.0, "floor_change": 0.0, "bands": 2, "channels": 0, "halvings": 1, "depth": 3}
-    return SpokenLabel(**{**fsdd_config().to_json(), "task": "fsdd_speaker", **changes, **plain})
+    return _digit_config(
+        task="fsdd_speaker",
+        held_out=["nicolas", "theo"],
+        speeds=[1.0],
+        normalise="train",
+        halvings=1,
+        depth=3,
+        steps=800,
+    )
 
 
 def an4_config() -> Recognition:

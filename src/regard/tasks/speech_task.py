@@ -106,8 +106,9 @@ class SpeechTask(Task):
             return centred(windows, valid, spread=self.config.normalise == "utterance")
         if self.normaliser is None:
             raise RuntimeError("a task measures its features in data, or gets their mean from a run: call read() or restore()")
-        mean, spread = (x.to(windows) for x in self.normaliser)
-        return mask_padding((windows - mean) / spread, valid)
+        if self.normaliser.mean.device != windows.device:  # moved once: a captured pass may not copy from the host
+            self.normaliser = Normaliser(*(x.to(windows.device) for x in self.normaliser))
+        return mask_padding((windows - self.normaliser.mean) / self.normaliser.spread, valid)
 
     def too_long(self, windows: Tensor) -> bool:
         """Return whether a recording has more tokens than the model has positions."""
