@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def main() -> None:
         metavar="GROUP",
         help="process groups that --compiled stops while it measures",
     )
+    parser.add_argument("--longest", type=int, help="leave longer sequences out of --compiled: a million tokens fill the card")
     parser.add_argument("--resume", action="store_true", help="keep the models that are in the files of an earlier run")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--small", action="store_true")
@@ -164,6 +166,8 @@ def main() -> None:
     end = time.perf_counter() + 60 * args.minutes
     if args.compiled:
         requests = [request_of(part, args) for part in COMPILED]
+        if args.longest:
+            requests = [replace(x, lengths=tuple(n for n in x.lengths if n <= args.longest)) for x in requests]
         path = args.out / "bench_compiled.json"
         earlier = earlier_record(path, args.resume)
         measure_compiled(

@@ -51,6 +51,7 @@ class Series:
     job: ModelJob  # of the longest one
     lengths: tuple[int, ...]
     dynamic: bool  # compiled for all lengths
+    compiled_at: int | None = None  # a shorter length that is not measured, where a model for long ones alone is compiled
 
     def row(self, n: int) -> Measured:
         """Return the row of a length with nothing measured."""
@@ -98,7 +99,8 @@ def measure_compiled(
         record["rows"] += [series.row(job.n) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
         lengths = tuple(job.n for job in jobs if job.n not in left_out)
         if lengths:
-            work.append(replace(series, lengths=lengths, job=replace(series.job, n=lengths[-1])))
+            work.append(replace(shortened(series, lengths), job=replace(series.job, n=lengths[-1])))
+    work.sort(key=lambda series: series.compiled_at is not None)  # one length of a model is worth less than all of them
     context = get_context("spawn")
     clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes), context.Value("d", float("inf")))
     with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
@@ -138,6 +140,13 @@ def all_series(request: ModelRequest) -> list[Series]:
     return series
 
 
+def shortened(series: Series, lengths: tuple[int, ...]) -> Series:
+    """Keep some lengths of a series. Long ones alone are compiled at a shorter one: compilers need no turn for large passes."""
+    shorter = [n for n in series.lengths if n < LARGE_PASS]
+    alone = series.dynamic and shorter and lengths[0] >= LARGE_PASS
+    return replace(series, lengths=lengths, compiled_at=shorter[-1] if alone else None)
+
+
 def weights_have_lengths(request: ModelRequest, job: ModelJob) -> bool:
     """Return whether a model for longer sequences has weights of other shapes."""
     small = replace(request, device="meta", depth=1)
@@ -158,6 +167,9 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
         for n in series.lengths:
             shape = (max(1, request.tokens // n), n)
             passes[n] = gradient_pass(model, loss_pass(request, job.kind, run, shape))
+        if series.compiled_at is not None:
+            shape = (max(1, request.tokens // series.compiled_at), series.compiled_at)
+            gradient_pass(model, loss_pass(request, job.kind, run, shape))()
     except FAILURES as error:
         return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
     small = [n for n in series.lengths if n < LARGE_PASS]

@@ -1,7 +1,8 @@
 """CIFAR-10 in colour: how accuracy grows with the training images, and eight mechanisms over the same patches.
 
     REGARD_DATA=... LIMIT=1500 python benchmarks/images.py                    into results/images.json
-    python benchmarks/images.py --only curve --seeds 1                        one part of it
+    python benchmarks/images.py --only curve --seeds 1 --models vit hybrid    one part of it, some models
+    python benchmarks/images.py --join FILE ...                               what several processes measured, into results/images.json
     python benchmarks/images.py --tiny                                        a few updates of tiny models, elsewhere
 
 Parts: `best` trains a ViT and a CNN on all images, `curve` a CNN, a ViT and a hybrid on 1 % to 100 % of them, `mechanisms` eight
@@ -65,7 +66,7 @@ class ImageCell:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-def planned(seeds: int, only: str | None, scale: float) -> list[ImageCell]:
+def planned(seeds: int, only: str | None, models: list[str], scale: float) -> list[ImageCell]:
     """List all cells, the most telling first: all images, then the curve, then mechanisms; further seeds at the end."""
     cells: list[ImageCell] = []
     for seed in range(1, seeds + 1):
@@ -75,7 +76,7 @@ def planned(seeds: int, only: str | None, scale: float) -> list[ImageCell]:
             steps = max(1500, round(9000 * share**0.5))
             cells += [ImageCell("curve", name, share, seed, steps) for name in FAMILIES]
         cells += [ImageCell("mechanisms", "vit", 1.0, seed, 6000, mixer) for mixer in MECHANISMS]
-    chosen = [cell for cell in cells if only in (None, cell.part)]
+    chosen = [cell for cell in cells if only in (None, cell.part) and cell.model in models]
     return [ImageCell(**(asdict(cell) | {"steps": max(1, round(cell.steps * scale))})) for cell in chosen]
 
 
@@ -217,18 +218,37 @@ def kept(path: Path) -> dict[str, Any]:
 
 
 def open_cells(cells: list[ImageCell], rows: list[dict[str, Any]]) -> Iterator[ImageCell]:
-    done = {ImageCell(**{name: row[name] for name in ImageCell.__dataclass_fields__}).key for row in rows}
+    done = {_cell(row).key for row in rows}
     return (cell for cell in cells if cell.key not in done)
+
+
+def _cell(row: dict[str, Any]) -> ImageCell:
+    return ImageCell(**{name: row[name] for name in ImageCell.__dataclass_fields__})
+
+
+def join(paths: list[Path]) -> None:
+    """Write the rows of several files on the same images; a later file replaces cells of an earlier one."""
+    records = [kept(RESULTS / "images.json"), *(json.loads(path.read_text()) for path in paths)]
+    filled = [record for record in records if record["rows"]]
+    if len({record["settings"]["data"] for record in filled}) > 1:
+        sys.exit("these files are on different images: " + ", ".join(str(path) for path in paths))
+    cells = {_cell(row).key: row for record in filled for row in record["rows"]}
+    write_record(RESULTS / "images.json", filled[-1] | {"rows": sorted(cells.values(), key=lambda row: row["part"])})
+    print(f"{len(cells)} cells are in {RESULTS / 'images.json'}; the tables: make tables", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", choices=("best", "curve", "mechanisms"))
+    parser.add_argument("--models", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--scale", type=float, default=1.0, help="of the updates of all cells")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.join:
+        return join(options.join)
     name = Path(tempfile.gettempdir()) / "images_tiny.json" if options.tiny else RESULTS / "images.json"
     path, deadline = options.out or name, time.monotonic() + float(os.environ.get("LIMIT", "1e9"))
     record, trainer = kept(path), Trainer(options.tiny, deadline)
@@ -242,7 +262,8 @@ def main() -> None:
         "scale": options.scale,
         "tiny": options.tiny,
     }
-    for cell in open_cells(planned(options.seeds, options.only, options.scale), record["rows"]):
+    cells = planned(options.seeds, options.only, options.models, options.scale)
+    for cell in open_cells(cells, record["rows"]):
         if time.monotonic() > deadline - 5:
             print("LIMIT reached; run it again to go on", flush=True)
             break
