@@ -2,7 +2,7 @@
 
     REGARD_DATA=... LIMIT=1500 python benchmarks/images.py                    into results/images.json
     python benchmarks/images.py --only curve --seeds 1 --models vit hybrid    one part of it, some models
-    python benchmarks/images.py --join FILE ...                               what several processes measured, into results/images.json
+    python benchmarks/images.py --join FILE ...                               files of several processes, into results/images.json
     python benchmarks/images.py --tiny                                        a few updates of tiny models, elsewhere
 
 Parts: `best` trains a ViT and a CNN on all images, `curve` a CNN, a ViT and a hybrid on 1 % to 100 % of them, `mechanisms` eight
