@@ -76,6 +76,33 @@ def test_added_positions_stream_and_skip_padding(name):
     )
 
 
+@pytest.mark.parametrize("name", [name for name in ADDED if list(build(name).parameters())])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_table_follows_weights_that_a_fused_optimiser_changes(name, captured):
+    """Such an optimiser leaves the version of a weight as it is; a pass that is captured changes weights without Python."""
+    made, x = build(name), nothing(20)
+    kept = torch.optim.AdamW(made.parameters(), lr=0.1, fused=True)
+    places = Places.of(x)
+    made.eval()
+    with torch.no_grad():
+        before = made.add(x, places)
+    if captured:
+        made.train()
+        for p in made.parameters():
+            p.grad = torch.ones_like(p)
+        kept.step()
+        made.eval()
+    else:  # a user may learn without a switch of modes
+        made.add(x, places).square().sum().backward()
+        kept.step()
+    with torch.no_grad():
+        after = made.add(x, places)
+        fresh = build(name)
+        fresh.load_state_dict(made.state_dict())
+        close(after, fresh.add(x, places))
+    assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize("name", ["learned", "floater", "rnn"])
 def test_what_is_learned_is_not_remembered_too_long(name):
     made = build(name)

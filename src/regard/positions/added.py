@@ -65,10 +65,20 @@ class AddedPositions(Positions):
         table = self._known(count, places.device)
         return table[places.at]
 
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation; the table is made anew.
+
+        Fused optimisers change weights and leave their version as it is, and a captured pass of training runs no Python.
+        """
+        self._kept = None
+        return super().train(mode)
+
     def _known(self, n: int, device: torch.device) -> Tensor:
         """The table, remembered between decoding steps, which need one more row each. A compiled graph computes it."""
-        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if learning or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            return self.table(n, device)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            self._kept = None
             return self.table(n, device)
         versions = [None if p.is_inference() else p._version for p in self.parameters()]
         weights = [(p.data_ptr(), p.dtype) for p in self.parameters()]
