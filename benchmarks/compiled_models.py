@@ -1,8 +1,8 @@
 """Whole models by torch.compile, measured by several processes on one GPU: each compiles its own, the clock is for one at a time.
 
-A model is compiled once, with dynamic shapes, and used at all lengths, unless its weights depend on the length. The process
-with the clock stops the others meanwhile, and those of the process groups that are named to it: passes that a compiler tries
-would fall into its times. What these had launched before is waited for.
+A model is compiled once, block by block and with dynamic shapes, and used at all lengths, unless its weights depend on the
+length. The process with the clock stops the others meanwhile, and those of the process groups that are named to it: passes that
+a compiler tries would fall into its times. What these had launched before is waited for.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from regard.bench.whole_models import (
     model_jobs,
     timed_pass,
 )
+from regard.blocks import compile_blocks
 
 LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
 LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
 QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 3, 1.1, 10.0  # of a probe: readings in a row, beside the fastest one, seconds at most
-DYNAMIC = "dynamic"  # of a row: whether its model was compiled for all lengths
+DYNAMIC, BLOCKS = "dynamic", "blocks"  # of a row: whether its model was compiled for all lengths, and block by block
 _shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop, the fastest reading
 
 
@@ -55,7 +56,7 @@ class Series:
 
     def row(self, n: int) -> Measured:
         """Return the row of a length with nothing measured."""
-        return empty_row(self.request, replace(self.job, n=n)) | {DYNAMIC: self.dynamic}
+        return empty_row(self.request, replace(self.job, n=n)) | {DYNAMIC: self.dynamic, BLOCKS: True}
 
     @property
     def jobs(self) -> list[ModelJob]:
@@ -83,13 +84,13 @@ def measure_compiled(
 ) -> None:
     """Measure the models of all requests within so many seconds, except those of known rows, and save all rows after each.
 
-    Known rows are those that say whether their model was compiled for all lengths. `eager` has rows of the same models that were
+    Known rows are those of models that were compiled block by block. `eager` has rows of the same models that were
     not compiled: what was left out there, or ran out of memory, is left out here.
     `beside` has process groups that do other work, and stand still while a model is measured.
     """
     end = time.monotonic() + limit
     reasons = {job_key(row): row["reason"] for row in eager if "reason" in row}
-    there = {job_key(row) for row in known if DYNAMIC in row}
+    there = {job_key(row) for row in known if BLOCKS in row}
     record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": _settings(requests, processes), "rows": []}
     record["made_with"] = made_with()
     work: list[Series] = []
@@ -118,7 +119,7 @@ def measure_compiled(
 
 def _settings(requests: list[ModelRequest], processes: int) -> dict[str, Any]:
     parts = [request.to_json() for request in requests]
-    return requests[0].to_json() | {"parts": parts, "processes": processes, "dynamic": True}
+    return requests[0].to_json() | {"parts": parts, "processes": processes, "dynamic": True, "blocks": True}
 
 
 def _eager_key(job: ModelJob) -> JobKey:
@@ -162,14 +163,14 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
     rows: list[Measured] = []
     try:
         model = built_model(request, job)
-        run = torch.compile(model, dynamic=series.dynamic or None)
+        compile_blocks(model, dynamic=series.dynamic or None)
         passes = {}
         for n in series.lengths:
             shape = (max(1, request.tokens // n), n)
-            passes[n] = gradient_pass(model, loss_pass(request, job.kind, run, shape))
+            passes[n] = gradient_pass(model, loss_pass(request, job.kind, model, shape))
         if series.compiled_at is not None:
             shape = (max(1, request.tokens // series.compiled_at), series.compiled_at)
-            gradient_pass(model, loss_pass(request, job.kind, run, shape))()
+            gradient_pass(model, loss_pass(request, job.kind, model, shape))()
     except FAILURES as error:
         return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
     small = [n for n in series.lengths if n < LARGE_PASS]

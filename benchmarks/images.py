@@ -71,7 +71,7 @@ def planned(seeds: int, only: str | None, models: list[str], scale: float) -> li
     cells: list[ImageCell] = []
     for seed in range(1, seeds + 1):
         if seed == 1:
-            cells += [ImageCell("best", name, 1.0, seed, steps) for name, steps in (("cnn", 18_000), ("vit", 35_000))]
+            cells += [ImageCell("best", name, 1.0, seed, steps) for name, steps in (("cnn", 9_000), ("vit", 35_000))]
         for share in SHARES:
             steps = max(1500, round(9000 * share**0.5))
             cells += [ImageCell("curve", name, share, seed, steps) for name in FAMILIES]

@@ -66,7 +66,7 @@ def rows() -> list[Row]:
     many += [Row(f"gum {seed}", "parse", "gum", [f"seed={seed}"], scored=([], ["beam=1"])) for seed in SEEDS]
     many += [Row(f"gum {text}", "parse", "gum", [text]) for text in ("tags=false", 'mixer=["rnn", "softmax"]')]
     nets = ("conv", "pooled", "hybrid", "attention")
-    brief = [f"batch_tokens={361 * 256}", "steps=7000", "validate_every=1000"]  # of one network on a shared GPU
+    brief = [f"batch_tokens={361 * 256}", "steps=6000", "validate_every=1000"]  # of one network on a shared GPU
     many += [Row(f"go {net}", "go", "go", [f"net={net}", *brief], scored=([], ["views=8"])) for net in nets]
     teacher = "multi30k rdrop 1"
     ctc, taught = ["decoder=ctc(upsample=2)", "mode=rdrop(alpha=3)"], ["init_from={after}", "distilled={after}.taught"]

@@ -16,6 +16,7 @@ from regard.bench.floors import TRAINING
 from regard.bench.speed import FAILURES, OURS, Measured, failure_text
 from regard.bench.timing import peak_bytes, plain_time, seconds
 from regard.bench.workload import TYPES_BY_NAME, spec_text
+from regard.blocks.compile_blocks import compile_blocks
 from regard.config import Config
 from regard.mixers.base import Can
 from regard.models.build import encoder, language_model, tokens
@@ -147,8 +148,9 @@ def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[
 def whole_model(request: ModelRequest, job: ModelJob, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Build a model on its device, and the forward pass on random bytes that gives its loss."""
     model = built_model(request, job)
-    run: Any = torch.compile(model) if job.compiled else model
-    return model, loss_pass(request, job.kind, run, (batch, job.n))
+    if job.compiled:
+        compile_blocks(model)
+    return model, loss_pass(request, job.kind, model, (batch, job.n))
 
 
 def built_model(request: ModelRequest, job: ModelJob) -> nn.Module:
@@ -159,13 +161,13 @@ def built_model(request: ModelRequest, job: ModelJob) -> nn.Module:
     return model.train()
 
 
-def loss_pass(request: ModelRequest, kind: str, run: Any, shape: tuple[int, int]) -> Callable[[], Tensor]:
-    """Return the forward pass of a model on random bytes (batch, n) that gives its loss. `run` is the model, compiled or not."""
+def loss_pass(request: ModelRequest, kind: str, model: nn.Module, shape: tuple[int, int]) -> Callable[[], Tensor]:
+    """Return the forward pass of a model on random bytes (batch, n) that gives its loss."""
     data = torch.randint(VOCABULARY, shape, device=torch.device(request.device))
 
     def loss() -> Tensor:
         with mixed_precision(request):
-            return _loss(kind, run(data), data)
+            return _loss(kind, model(data), data)
 
     return loss
 

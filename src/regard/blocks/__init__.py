@@ -1,6 +1,7 @@
 """The parts around a mixer in a model: feed-forward layers, residual blocks, stacks of them, and convolutions of images."""
 
 from regard.blocks.block import Block
+from regard.blocks.compile_blocks import compile_blocks
 from regard.blocks.conv_block import ConvBlock, ConvNet, conv_stages, conv_stem
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.parts_block import BlockPart, PartsBlock
@@ -16,6 +17,7 @@ __all__ = [
     "PartsBlock",
     "ReversibleStack",
     "Stack",
+    "compile_blocks",
     "conv_stages",
     "conv_stem",
 ]
