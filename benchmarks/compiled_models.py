@@ -22,6 +22,7 @@ from regard.bench.machine import made_with
 from regard.bench.speed import FAILURES, Measured, failure_text
 from regard.bench.timing import seconds
 from regard.bench.whole_models import (
+    DECODER_MODEL,
     SLOW_PASS,
     JobKey,
     ModelJob,
@@ -39,9 +40,11 @@ from regard.blocks import compile_blocks
 
 LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
 LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
-QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 3, 1.1, 10.0  # of a probe: readings in a row, beside the fastest one, seconds at most
+QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 5, 1.1, 3.0  # of a probe: readings in a row, beside their fastest, seconds at most
+ONE_LENGTH = ("sinkhorn",)  # decoders that inductor cannot compile for all lengths: it does not split loops over their blocks
+OUT_OF_MEMORY = failure_text(torch.OutOfMemoryError())
 DYNAMIC, BLOCKS = "dynamic", "blocks"  # of a row: whether its model was compiled for all lengths, and block by block
-_shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop, the fastest reading
+_shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,11 @@ class Series:
 
 
 class Clock(NamedTuple):
-    """Hold what processes share: locks of the clock and of large passes, process numbers, the fastest reading of the probe."""
+    """Hold what processes share: locks of the clock and of large passes, and process numbers."""
 
     lock: Any
     large: Any
     numbers: Any
-    fastest: Any
 
 
 def measure_compiled(
@@ -103,7 +105,7 @@ def measure_compiled(
             work.append(replace(shortened(series, lengths), job=replace(series.job, n=lengths[-1])))
     work.sort(key=lambda series: series.compiled_at is not None)  # one length of a model is worth less than all of them
     context = get_context("spawn")
-    clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes), context.Value("d", float("inf")))
+    clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes))
     with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
         found = pool.imap_unordered(_measured, work)
         with suppress(TimeoutError):
@@ -134,7 +136,7 @@ def all_series(request: ModelRequest) -> list[Series]:
     series = []
     for jobs in found.values():
         lengths = tuple(sorted(job.n for job in jobs))
-        if weights_have_lengths(request, jobs[0]):
+        if weights_have_lengths(request, jobs[0]) or (jobs[0].kind == DECODER_MODEL and str(jobs[0].spec) in ONE_LENGTH):
             series += [Series(request, job, (job.n,), dynamic=False) for job in sorted(jobs, key=lambda job: job.n)]
         else:
             series.append(Series(request, replace(jobs[0], n=lengths[-1]), lengths, dynamic=True))
@@ -183,12 +185,16 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
         if room is not None:
             room.acquire()
         try:
-            rows += _part_rows(series, {n: passes[n] for n in part}, device, turn)
+            found = _part_rows(series, {n: passes[n] for n in part}, device, turn)
         finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
             if room is not None:
                 room.release()
+        again = [row["n"] for row in found if row.get("reason") == OUT_OF_MEMORY and room is None]
+        if again:  # beside a large pass of another process: once more without one
+            with large_turn:
+                done = {row["n"]: row for row in _part_rows(series, {n: passes[n] for n in again}, device, turn)}
+            found = [done.get(row["n"], row) for row in found]
+        rows += found
     return rows
 
 
@@ -202,6 +208,7 @@ def _part_rows(
             rows[n]["first_seconds"] = seconds(step, device)
         except FAILURES as error:
             rows[n]["reason"] = failure_text(error)
+        _free(device)
     with turn():
         for n, step in passes.items():
             if "reason" in rows[n]:
@@ -211,7 +218,14 @@ def _part_rows(
                 rows[n] |= timed_pass(step, device, series.request.seconds, rows[n]["batch"] * n)
             except FAILURES as error:
                 rows[n]["reason"] = failure_text(error)
+            _free(device)
     return list(rows.values())
+
+
+def _free(device: torch.device) -> None:
+    """Give memory that is not in use back to the card, for the other processes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _begin(clock: Clock, beside: tuple[int, ...]) -> None:
@@ -229,7 +243,7 @@ def _measured(series: Series) -> list[Measured]:
     def turn() -> Iterator[None]:
         with alone(clock.lock, clock.numbers, _shared["beside"]):
             if probe is not None:
-                wait_until_quiet(probe, clock.fastest)
+                wait_until_quiet(probe)
             yield
 
     try:
@@ -269,13 +283,17 @@ def gpu_probe() -> Callable[[], float]:
     return lambda: seconds(work, device)
 
 
-def wait_until_quiet(probe: Callable[[], float], fastest: Any) -> None:
-    """Wait until a probe takes no longer than its fastest reading: what stopped processes had launched is done."""
-    calm, end = 0, time.monotonic() + QUIET_LIMIT
-    while calm < QUIET_READINGS and time.monotonic() < end:
-        found = probe()
-        fastest.value = min(fastest.value, found)
-        calm = calm + 1 if found <= QUIET_SHARE * fastest.value else 0
+def wait_until_quiet(probe: Callable[[], float]) -> None:
+    """Wait until readings of a probe agree: what stopped processes had launched is done.
+
+    They are not compared with earlier turns, because a card that is warm is slower for good.
+    """
+    readings: list[float] = []
+    end = time.monotonic() + QUIET_LIMIT
+    while time.monotonic() < end:
+        readings = [*readings, probe()][-QUIET_READINGS:]
+        if len(readings) == QUIET_READINGS and max(readings) <= QUIET_SHARE * min(readings):
+            return
 
 
 def _line(row: Measured) -> str:

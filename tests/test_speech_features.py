@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from regard.config import Config
 from regard.data.speech_augment import change_speed, change_tempo, resized, spec_augment
 from regard.data.speech_features import (
     ENERGY_FLOOR,
@@ -24,6 +25,7 @@ from regard.data.speech_features import (
 from regard.data.text_files import DataError
 from regard.data.wav_files import Recording, parse_wav, read_wav, write_wav
 from regard.models.frames import Frames
+from regard.models.recogniser import speech_encoder
 
 
 def tone(hertz: float, seconds: float = 0.1, rate: int = 8000) -> torch.Tensor:
@@ -177,6 +179,19 @@ def test_channels_are_convolutions_over_time_and_features():
         assert embed(changed)[0, 2].equal(embed(x)[0, 2]) is equal
     with pytest.raises(ValueError, match="halvings=0 has none"):
         Frames(7, 8, halvings=0, channels=3)
+
+
+@pytest.mark.parametrize("channels", [0, 4])
+def test_scaled_tokens_weigh_as_much_as_what_a_block_adds_to_them(channels):
+    """By sqrt(w), padding included; without it a recording is a tenth of the residual stream that it enters."""
+    torch.manual_seed(0)
+    embed, scaled = (Frames(39, 144, channels=channels, scale=scale).eval() for scale in (False, True))
+    scaled.load_state_dict(embed.state_dict())
+    x, valid = torch.randn(4, 50, 39), torch.arange(50) < torch.tensor([50, 30, 41, 8])[:, None]
+    torch.testing.assert_close(scaled(x, valid), embed(x, valid) * 12)
+    change = (scaled(x) - scaled(x).mean(1, keepdim=True)).std()
+    assert 0.3 < change < 3
+    assert speech_encoder(Config(width=16, heads=2, depth=1, max_len=64), 39, scale=True).embed.scale == 4
 
 
 def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):

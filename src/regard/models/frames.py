@@ -5,6 +5,8 @@ Letters: b batch, t windows, f features, n tokens, w width, c channels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,8 @@ class Frames(Embedding):
     Each convolution sees one window to either side, and zeros beyond the ends of a row: a token depends on `reach` windows to
     either side of its own. Without `channels` it is one over time, whose channels are the features. With `channels` it is one
     over time and features, of so many maps, which halves both: a voice that is higher is the same picture a few features up.
+    `scale` multiplies tokens by sqrt(w), as those of a vocabulary are: without it they are a tenth of what the first block adds
+    to them, and a Conformer learns the letters long before the sounds.
     Padding may lie anywhere and is as if absent; real tokens come to the front.
     """
 
@@ -39,6 +43,7 @@ class Frames(Embedding):
         *,
         halvings: int = 2,
         channels: int = 0,
+        scale: bool = False,
         positions: Positions | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -47,6 +52,7 @@ class Frames(Embedding):
         self.rate = 2 ** need("halvings", halvings, 0, 4)
         self.reach = self.rate - 1
         self.channels = need("channels", channels, 0)
+        self.scale = math.sqrt(width) if scale else 1.0
         if channels and not halvings:
             raise ValueError("channels are those of the convolutions that halve the windows: halvings=0 has none")
         self.convolutions = nn.ModuleList(self._convolutions(halvings))
@@ -93,6 +99,8 @@ class Frames(Embedding):
             if real is not None:
                 y = y.masked_fill(~(real[:, None, :, None] if self.channels else real[:, None]), 0)
         y = self.map(y.transpose(1, 2).flatten(2) if self.channels else y.mT)
+        if self.scale != 1:
+            y = y * self.scale
         if self.positions is not None:
             y = self.positions.add(y, places)
         return mask_padding(self.drop(y), places.valid)

@@ -75,13 +75,22 @@ def _slots(encoder: Encoder, head: nn.Module, x: Tensor, valid: Tensor | None, *
 
 
 def speech_encoder(
-    config: Config, features: int, *, halvings: int = 2, channels: int = 0, block: str = "conformer", kernel: int = 15
+    config: Config,
+    features: int,
+    *,
+    halvings: int = 2,
+    channels: int = 0,
+    scale: bool = False,
+    block: str = "conformer",
+    kernel: int = 15,
 ) -> Encoder:
     """Build the encoder of windows of so many features: convolutions that halve their number (see `Frames`), then blocks."""
     if block not in SPEECH_BLOCKS:
         raise ValueError(unknown("no block is called", block, SPEECH_BLOCKS))
     outside, inside = add_positions(config.positions, Dims(config.width, config.heads, max_len=config.max_len))
-    embed = Frames(features, config.width, halvings=halvings, channels=channels, positions=outside, dropout=config.dropout)
+    embed = Frames(
+        features, config.width, halvings=halvings, channels=channels, scale=scale, positions=outside, dropout=config.dropout
+    )
     if block == "transformer":
         return Encoder(embed, glorot(stack(config)))
     if config.norm != "pre" or config.gated:

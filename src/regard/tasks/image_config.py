@@ -135,6 +135,7 @@ IMAGE_PRESETS: dict[str, Preset] = {
         "steps": 18_000,
         "batch_tokens": 256,
         "lr": 2e-3,
+        "decay": 0.3,
         "mixup": 0.0,
         "colour": 0.0,
     },

@@ -17,6 +17,7 @@ class Speech(Config):
     normalise: str = "utterance"  # by mean and spread of an utterance, by its mean alone (mean), or by those of training (train)
     halvings: int = 2  # convolutions with a stride of 2 before the first block
     channels: int = 0  # of these convolutions over time and features, which halve both; 0: over time alone
+    scale: bool = False  # of what they give by sqrt(width), as of tokens: a deep conformer needs it
     block: str = "conformer"  # or transformer
     kernel: int = 15  # windows of the convolution in a conformer, after subsampling
     positions: str = "relative"

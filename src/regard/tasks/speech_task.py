@@ -82,7 +82,7 @@ class SpeechTask(Task):
         """Build the encoder, with random weights."""
         config = self.config
         stem = {"halvings": config.halvings, "channels": config.channels}
-        return speech_encoder(config, self.feature_count, **stem, block=config.block, kernel=config.kernel)
+        return speech_encoder(config, self.feature_count, **stem, scale=config.scale, block=config.block, kernel=config.kernel)
 
     def resampled(self, recording: Recording) -> Tensor:
         """Return the samples (n) of a recording at the rate of the task."""
