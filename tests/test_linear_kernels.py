@@ -318,6 +318,24 @@ def test_the_operator_is_one_for_torch() -> None:
     torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False, None, 0.0))
 
 
+@pytest.mark.parametrize("mixer", ["rfa(features=4)", "hedgehog", "hybrid(pattern=Local(2))"])
+def test_a_compiled_layer_that_writes_first_and_reads_then_has_its_gradients(mixer) -> None:
+    """The gradient of a state that is written alone is the one given: an operator must not return what it was given."""
+    own = layer(mixer, width=8, heads=2, backend="triton").to(DEVICE)
+    for found, expected in compiled_passes(own, (5, 9)):
+        near(found, [t.double() for t in expected])
+
+
+def test_the_backward_operator_returns_nothing_that_it_was_given() -> None:
+    from regard.ops.linear.triton_compiled import linear_operator_backward
+
+    k, v, state = torch.randn(1, 2, 5, 4, device=DEVICE), torch.randn(1, 2, 5, 3, device=DEVICE), zeros(1, 2, 4, 3)
+    none = torch.empty(0, device=DEVICE)
+    given = ([none, none, torch.randn_like(state), none], none, none, None, k, v, state, None, None, None)
+    options = ("identity", 1.0, False, None, 0.0)
+    torch.library.opcheck(linear_operator_backward, (*given, *options), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_a_compiled_layer_is_the_layer_at_every_length() -> None:
     mixer = layer("linear", width=8, heads=2, causal=True, backend="triton").to(DEVICE)
     for found, expected in compiled_passes(mixer, (5, 9)):

@@ -191,7 +191,21 @@ def test_scaled_tokens_weigh_as_much_as_what_a_block_adds_to_them(channels):
     torch.testing.assert_close(scaled(x, valid), embed(x, valid) * 12)
     change = (scaled(x) - scaled(x).mean(1, keepdim=True)).std()
     assert 0.3 < change < 3
-    assert speech_encoder(Config(width=16, heads=2, depth=1, max_len=64), 39, scale=True).embed.scale == 4
+
+
+@pytest.mark.parametrize("block", ["conformer", "transformer"])
+def test_scaled_encoders_begin_with_the_recording_in_their_residual_stream(block):
+    """What they give differs from token to token as the stem does: cosine of the two, over time."""
+    cosines = {}
+    for scale in (False, True):
+        torch.manual_seed(0)
+        encoder = speech_encoder(Config(width=144, heads=4, depth=4, positions="rotary"), 39, scale=scale, block=block).eval()
+        x = torch.randn(2, 200, 39)
+        with torch.no_grad():
+            stem, out = encoder.embed(x), encoder(x).x
+        stem, out = (y - y.mean(1, keepdim=True) for y in (stem, out))
+        cosines[scale] = F.cosine_similarity(stem, out, dim=-1).mean()
+    assert cosines[False] < 0.65 < 0.85 < cosines[True]
 
 
 def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from regard.blocks.conformer import conformer
@@ -84,7 +85,10 @@ def speech_encoder(
     block: str = "conformer",
     kernel: int = 15,
 ) -> Encoder:
-    """Build the encoder of windows of so many features: convolutions that halve their number (see `Frames`), then blocks."""
+    """Build the encoder of windows of so many features: convolutions that halve their number (see `Frames`), then blocks.
+
+    With `scale`, that of `Frames`, what blocks add is small at first: the residual stream is the recording.
+    """
     if block not in SPEECH_BLOCKS:
         raise ValueError(unknown("no block is called", block, SPEECH_BLOCKS))
     outside, inside = add_positions(config.positions, Dims(config.width, config.heads, max_len=config.max_len))
@@ -92,7 +96,8 @@ def speech_encoder(
         features, config.width, halvings=halvings, channels=channels, scale=scale, positions=outside, dropout=config.dropout
     )
     if block == "transformer":
-        return Encoder(embed, glorot(stack(config)))
+        body = glorot(stack(config))
+        return Encoder(embed, quiet(body) if scale else body)
     if config.norm != "pre" or config.gated:
         raise ValueError("a conformer has norms in front and plain feed-forward layers: leave out norm and gated")
     body = conformer(
@@ -108,7 +113,17 @@ def speech_encoder(
         dropout=config.dropout,
         weight_dropout=config.weight_dropout,
     )
-    return Encoder(embed, glorot(body))
+    body = glorot(body)
+    return Encoder(embed, quiet(body) if scale else body)
+
+
+def quiet(body: Stack) -> Stack:
+    """Divide the weights of the last map of every part by sqrt(2 depth), as GPT-2 does. Radford et al. 2019."""
+    with torch.no_grad():
+        for name, p in body.named_parameters():
+            if name.split(".")[-2:-1] in (["out"], ["down"]):
+                p /= (2 * len(body.blocks)) ** 0.5
+    return body
 
 
 def recogniser(config: Config, encoder: Encoder, vocab: int, *, reader: str | None = None) -> CtcRecogniser | JointRecogniser:

@@ -17,7 +17,7 @@ class Speech(Config):
     normalise: str = "utterance"  # by mean and spread of an utterance, by its mean alone (mean), or by those of training (train)
     halvings: int = 2  # convolutions with a stride of 2 before the first block
     channels: int = 0  # of these convolutions over time and features, which halve both; 0: over time alone
-    scale: bool = False  # of what they give by sqrt(width), as of tokens: a deep conformer needs it
+    scale: bool = False  # tokens times sqrt(width), and blocks that add little at first: CTC then hears much earlier
     block: str = "conformer"  # or transformer
     kernel: int = 15  # windows of the convolution in a conformer, after subsampling
     positions: str = "relative"
@@ -111,19 +111,22 @@ def an4_config() -> Recognition:
     return Recognition(
         task="an4",
         features="mfcc",
+        scale=True,
+        positions="rotary",
+        ctc_weight=0.5,
         width=144,
         heads=4,
-        depth=8,
+        depth=4,
         decoder_depth=2,
         ffn=576,
-        band_width=6,
+        bands=0,
         dropout=0.1,
         precision="tf32",
         steps=3500,
-        batch_tokens=32_768,
+        batch_tokens=8192,
         lr=1.5e-3,
         schedule="cosine",
-        warmup=400,
+        warmup=200,
         decay=0.01,
         smoothing=0.1,
         validate_every=250,

@@ -82,7 +82,8 @@ def linear_operator_backward(
     kept = launch_states(inputs, out, None if norm_state is None else norm)
     d_out, d_norm, d_last, d_last_norm = (None if g.numel() == 0 else g for g in grads)
     found = launch_backward(inputs, kept, d_out, d_norm, d_last, d_last_norm, decay_grad=log_decay is not None)
-    return [g for g in found if g is not None]
+    given = {g.untyped_storage().data_ptr() for g in grads}  # a state that nothing reads on the way has the gradient given
+    return [g.clone() if g.untyped_storage().data_ptr() in given else g for g in found if g is not None]
 
 
 @linear_operator_backward.register_fake
