@@ -57,6 +57,7 @@ tables: $(VENV)/ready
 	$(PY) docs/make_list.py
 	$(PY) docs/make_gallery.py
 	$(PY) docs/make_lra.py
+	$(PY) docs/make_images.py
 
 docs: $(VENV)/ready
 	$(THREADS) $(PY) docs/make_site.py

@@ -47,7 +47,7 @@ SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 MECHANISMS = ("softmax", "linear", "Neighbourhood(8, 1)", "Local(16)", "linformer", "performer", "fnet", "mlp_mixer")
 FAMILIES: dict[str, str | None] = {"cnn": "cnn", "vit": None, "hybrid": "hybrid"}  # and the preset of each
 TINY = {"width": 16, "heads": 2, "ffn": 16, "steps": 3, "batch_tokens": 8, "warmup": 1, "precision": "32"}
-SMALL_VIT = {"width": 192, "heads": 3, "depth": 6, "ffn": 384}
+SMALL_VIT = {"width": 192, "heads": 3, "depth": 6, "ffn": 384, "lr": 1e-3}  # a wider one needs a lower rate
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def image_scores(made: Made) -> str:
     for row in made["rows"]:
         key = row["mixer"] if row["part"] == "mechanisms" else row["model"]
         groups.setdefault(row["part"], {}).setdefault((key, row["share"]), []).append(row)
-    parts = [_models(groups["best"])] if "best" in groups else []
+    parts = [_models([row for row in made["rows"] if row["part"] == "best"])] if "best" in groups else []
     parts += [_curve(groups["curve"])] if "curve" in groups else []
     parts += [_mechanisms(groups["mechanisms"])] if "mechanisms" in groups else []
     floors = ", ".join(f"{name} {score:.1f} %" for name, score in made["floors"].items())
@@ -36,8 +36,13 @@ def _row(own: list[dict[str, Any]]) -> list[str]:
 HEAD = ["seeds", "parameters", "updates", "val", "test", "seconds"]
 
 
-def _models(found: dict[tuple[str, Any], list[dict[str, Any]]]) -> str:
-    return table(["all images", *HEAD], [[name, *_row(own)] for (name, _), own in found.items()])
+def _models(rows: list[dict[str, Any]]) -> str:
+    """A row for each model, number of updates and weight decay."""
+    found: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["steps"], row["config"]["decay"]), []).append(row)
+    body = [[name, f"{decay:g}", *_row(own)] for (name, _, decay), own in sorted(found.items())]
+    return table(["all images", "weight decay", *HEAD], body)
 
 
 def _mechanisms(found: dict[tuple[str, Any], list[dict[str, Any]]]) -> str:

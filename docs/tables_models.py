@@ -53,9 +53,11 @@ def _compiled_tables(made: Made, rows: list[Row]) -> str:
     plain = {(row["spec"], row["model"], row["n"]): row for row in rows if not row["compiled"] and "ms" in row}
     w = made["made_with"]
     text = (
-        "The same by torch.compile: thousand tokens a second (times as fast as not compiled) / GiB at the peak. A model is "
-        "compiled once, with dynamic shapes, for all lengths; those with an asterisk for one length, alone or because their "
-        "weights depend on it. What was left out or ran out of memory without torch.compile is left out here. "
+        "The same by torch.compile, block by block (`regard.blocks.compile_blocks`): thousand tokens a second (times as fast as "
+        "not compiled) / GiB at the peak. A model is compiled once, with dynamic shapes, for all lengths; those with an asterisk "
+        "for one length: their weights depend on it, or (causal `sinkhorn`) inductor cannot split loops over a number of blocks "
+        "that it does not know. What was left out or ran out of memory without torch.compile is left out here; an empty cell was "
+        "not measured. "
         f"({w['device']}, torch {w['torch']}, commit {w['commit']}.)"
     )
     tables = []

@@ -19,6 +19,7 @@ from regard.models.translator import WIRINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+import make_images  # noqa: E402
 import make_lra  # noqa: E402
 import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
@@ -547,7 +548,7 @@ def test_a_table_of_bert_has_a_row_for_each_pass_and_attention():
 def test_images_are_a_curve_by_number_of_images_and_mechanisms_best_first():
     def cell(part, model, share, test, mixer="softmax"):
         kept = {"part": part, "model": model, "share": share, "mixer": mixer, "test": test, "val": 50.0, "seconds": 9.0}
-        return kept | {"train_images": round(45_000 * share), "parameters": 2_000_000, "steps": 6000}
+        return kept | {"train_images": round(45_000 * share), "parameters": 2_000_000, "steps": 6000, "config": {"decay": 0.3}}
 
     rows = [cell("curve", "cnn", 1.0, 90.0), cell("curve", "cnn", 0.01, 40.0), cell("curve", "cnn", 0.01, 42.0)]
     rows += [cell("curve", "vit", 1.0, 80.0), cell("best", "cnn", 1.0, 93.0)]
@@ -561,8 +562,9 @@ def test_images_are_a_curve_by_number_of_images_and_mechanisms_best_first():
         and "| 450 | 41.00 |  |" in text
         and "| 45,000 | 90.00 | 80.00 |" in text
     )
-    assert text.index("`linear`") < text.index("`softmax`") and "| cnn | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
+    assert text.index("`linear`") < text.index("`softmax`") and "| cnn | 0.3 | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
     assert "python benchmarks/images.py" in tables_images.image_scores({"rows": []})
+    assert make_images.curves(rows) == {"cnn": [(450, 41.0), (45_000, 90.0)], "vit": [(45_000, 80.0)]}
 
 
 def test_a_difference_by_attention_has_an_interval_over_seeds():
