@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import DEVICE
+from conftest import DEVICE, compiled_passes
 from regard import layer
 from regard.mixers import landmarks, sinkhorn
 from regard.ops import balance, few_keys, many_keys, spd_solve, two_blocks
@@ -37,6 +37,25 @@ def check_operators(operator, inputs, eager, backward, given):
     with torch.no_grad():
         arguments = given(operator(*inputs))
         torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+WITH_KERNELS = (  # small ones of every row that has a backend of kernels
+    *("relu", "additive(hidden=4)", "Local(2) | Global(first=1)", "longformer(window=3)", "sparse_transformer(stride=3)"),
+    *("linear", "efficient", "rfa(features=4)", "performer(features=4)", "cosformer", "hedgehog", "retention", "gla", "delta"),
+    *("hybrid(pattern=Local(2))", "sinks(window=3, first=1)", "reformer(rounds=1, buckets=2, chunk=4)", "linformer(rank=4)"),
+    "compressed(rate=2)",
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mixer", WITH_KERNELS)
+def test_a_layer_of_kernels_is_one_graph_with_its_gradients(mixer, causal):
+    """Operators must not return what they were given: torch looks at that in a compiled pass alone."""
+    torch.compiler.reset()  # one function for all rows, which torch compiles a few times at most
+    own = layer(mixer, width=8, heads=2, causal=causal, max_len=16, backend="triton").to(DEVICE)
+    for found, expected in compiled_passes(own, (12,)):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("n", "m", "kv_heads", "iterations"), [(70, 70, 4, 0), (5, 90, 2, 6)])
