@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from conftest import DEVICE, close, data, some
+from conftest import DEVICE, close, compiled_passes, data, some
 from regard import Dims, attend, core, layer
 from regard.mixers.base import Places
+from regard.ops.bucket.members import Members, gather_members, mean_of_members
+from regard.ops.triton_support import has_triton
 from test_limits import ask, check_same, largest, qkv
 
 B, H, D = 2, 4, 8
@@ -324,3 +326,35 @@ def test_autocast_is_close_once_choices_are_the_same(spec, causal, monkeypatch):
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         y = m(x)
     assert (y.float() - true).abs().max() < 0.05 * true.abs().max()
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs the package triton: pip install triton")
+@pytest.mark.parametrize("holes", [False, True])
+def test_gathering_and_summing_members_are_operators(holes):
+    from regard.ops.bucket.members_compiled import gather_operator, sum_operator
+
+    b, h, n, clusters, window = 2, 2, 9, 3, 4
+    index = torch.rand(b * h, clusters, n, device=DEVICE).argsort(-1)[..., :window].contiguous()
+    real = torch.rand(b * h, window, device=DEVICE) < 0.7 if holes else None
+    x, rows = torch.randn(b, h, n, 5, device=DEVICE), torch.randn(b * h, clusters, window, 5, device=DEVICE)
+    torch.library.opcheck(gather_operator, (x.requires_grad_(), index, real, n, False))
+    torch.library.opcheck(sum_operator, (rows.requires_grad_(), index, real, n, h, True))
+    members = Members(index, real, n)
+    for found, expected, given in (
+        (gather_operator(x, index, real, n, False), gather_members(x, members, "torch"), x),
+        (sum_operator(rows, index, real, n, h, True), mean_of_members(rows, members, h, "torch"), rows),
+    ):
+        there = torch.ones_like(found) if real is None or given is rows else real[:, None, :, None].expand_as(found)
+        close(found.masked_fill(~there.bool(), 0), expected.masked_fill(~there.bool(), 0))
+        up = torch.randn_like(found).masked_fill(~there.bool(), 0)
+        close(*(torch.autograd.grad(y, given, up)[0] for y in (found, expected)))
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs the package triton: pip install triton")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_routing_layer_by_kernels_is_the_layer(causal):
+    torch.compiler.reset()
+    mixer = layer("routing(clusters=2, window=4)", width=8, heads=2, causal=causal, backend="triton").to(DEVICE).eval()
+    for found, expected in compiled_passes(mixer, (12, 33)):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

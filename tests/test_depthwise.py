@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import regard.mixers.baselines as baselines
-from conftest import DEVICE
+from conftest import DEVICE, compiled_passes
 from regard import layer
 from regard.blocks.conformer import ConvModule
 from regard.mixers.base import Dims
@@ -54,3 +54,24 @@ def test_a_layer_by_the_kernels_is_as_by_the_convolution(made, causal, monkeypat
     for a, b in zip(passes(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert calls
+
+
+@pytest.mark.parametrize("m", [9, 0])
+def test_the_filter_is_an_operator(m):
+    from regard.ops.depthwise_compiled import slide_operator, slide_operator_backward
+
+    x, weights = torch.randn(2, m, 6, device=DEVICE, requires_grad=True), torch.randn(6, 3, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(slide_operator, (x, weights, m, 2, 1))
+    given = (torch.randn_like(x), x.detach(), weights.detach(), 2, 1)
+    torch.library.opcheck(slide_operator_backward, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("made", ["conv", "conv(kernel=3, dilation=2)", "conformer"])
+def test_a_compiled_layer_by_the_kernels_is_one_graph(made, monkeypatch):
+    monkeypatch.setattr(baselines, "takes_depthwise", lambda *_: True)
+    torch.compiler.reset()
+    dims = Dims(width=8, heads=1)
+    mixer = (ConvModule(dims, kernel=5) if made == "conformer" else layer(made, width=8, heads=1)).to(DEVICE)
+    for found, expected in compiled_passes(mixer, (12, 33)):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

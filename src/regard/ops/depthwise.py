@@ -25,9 +25,9 @@ TOKENS_SUMMED = 256  # of a program
 
 def takes_depthwise(x: Tensor, taps: int) -> bool:
     """Return whether the kernels take tokens x (b m w) and a filter of so many taps."""
-    if not x.is_cuda or torch.compiler.is_compiling() or not has_triton() or needs_plain_ops():
+    if not x.is_cuda or not has_triton() or needs_plain_ops():
         return False
-    return x.dtype in DTYPES and taps <= MOST_TAPS and x.numel() > 0
+    return x.dtype in DTYPES and taps <= MOST_TAPS and (torch.compiler.is_compiling() or x.numel() > 0)  # sizes may be symbols
 
 
 def slide_depthwise(x: Tensor, weights: Tensor, n: int, before: int, step: int) -> Tensor:
@@ -35,6 +35,10 @@ def slide_depthwise(x: Tensor, weights: Tensor, n: int, before: int, step: int) 
 
     weights: (w taps).
     """
+    if torch.compiler.is_compiling():
+        from regard.ops.depthwise_compiled import slide_operator
+
+        return slide_operator(x, weights, n, before, step)
     return _Depthwise.apply(x.contiguous(), weights.contiguous(), n, before, step)
 
 
@@ -45,7 +49,8 @@ def slide_depthwise_plain(x: Tensor, weights: Tensor, n: int, before: int, step:
     return F.conv1d(line.mT, weights[:, None].to(x.dtype), dilation=step, groups=x.shape[2]).mT
 
 
-def _slide(x: Tensor, weights: Tensor, n: int, before: int, step: int, mirrored: bool = False) -> Tensor:
+def slide(x: Tensor, weights: Tensor, n: int, before: int, step: int, mirrored: bool = False) -> Tensor:
+    """Launch the kernel of `slide_depthwise` on adjacent numbers; mirrored: with the last tap first."""
     from regard.ops.depthwise_kernels import slide_filter
 
     b, m, w = x.shape
@@ -56,7 +61,7 @@ def _slide(x: Tensor, weights: Tensor, n: int, before: int, step: int, mirrored:
     return out
 
 
-def _filter_gradient(x: Tensor, grad: Tensor, weights: Tensor, before: int, step: int) -> Tensor:
+def filter_gradient(x: Tensor, grad: Tensor, weights: Tensor, before: int, step: int) -> Tensor:
     """Return the gradient (w taps) of the filter: sums over chunks of tokens, and sums of those."""
     from regard.ops.depthwise_kernels import filter_sums
 
@@ -77,7 +82,7 @@ class _Depthwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, n: int, before: int, step: int) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.sizes = n, before, step
-        return _slide(x, weights, n, before, step)
+        return slide(x, weights, n, before, step)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,6 +94,6 @@ class _Depthwise(torch.autograd.Function):
         grad = grad.contiguous()
         need_x, need_weights = ctx.needs_input_grad[:2]
         ahead = step * (weights.shape[1] - 1) - before
-        dx = _slide(grad, weights, x.shape[1], ahead, step, mirrored=True) if need_x else None
-        dw = _filter_gradient(x, grad, weights, before, step) if need_weights else None
+        dx = slide(grad, weights, x.shape[1], ahead, step, mirrored=True) if need_x else None
+        dw = filter_gradient(x, grad, weights, before, step) if need_weights else None
         return dx, dw, None, None, None

@@ -83,6 +83,10 @@ def gather_members(x: Tensor, members: Members, backend: str = AUTO) -> Tensor:
     """Return the rows of x (b h n d) that clusters took, (b*h c w d); any rows for members that are not real."""
     if by_kernels(x, backend):
         return _GatherMembers.apply(x, members, False)
+    if by_operators(x, backend):
+        from regard.ops.bucket.members_compiled import gather_operator
+
+        return gather_operator(x, members.index, members.real, members.n, False)
     rows = x.flatten(0, 2).index_select(0, members.flat)
     return rows.unflatten(0, members.index.shape)
 
@@ -99,6 +103,10 @@ def mean_of_members(x: Tensor, members: Members, heads: int, backend: str = AUTO
     """Return the mean over the clusters that took a token, of x (b*h c w e): (b h n e); 0 where none did."""
     if by_kernels(x, backend):
         return _SumMembers.apply(x, members, heads, True)
+    if by_operators(x, backend):
+        from regard.ops.bucket.members_compiled import sum_operator
+
+        return sum_operator(x, members.index, members.real, members.n, heads, True)
     y = x.to(accumulator(x.dtype))
     times = torch.ones_like(y[..., :1])
     if members.real is not None:
@@ -124,6 +132,13 @@ def by_kernels(x: Tensor, backend: str) -> bool:
     return _kept_choice((x.dtype, x.shape[-1], x.get_device(), runs, backend, tuple(_BACKENDS["bucket"].values())), x) == "triton"
 
 
+def by_operators(x: Tensor, backend: str) -> bool:
+    """Return whether operators of the kernels do so: while torch.compile traces."""
+    if needs_plain_ops() or not torch.compiler.is_compiling():
+        return False
+    return choose_backend("bucket", backend, LabelCall(x, x, 1, False)).name == "triton"
+
+
 @signature_cache
 def _kept_choice(key: tuple[Any, ...], x: Tensor) -> str:
     return choose_backend("bucket", key[4], LabelCall(x, x, 1, False)).name
@@ -135,7 +150,7 @@ class _GatherMembers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, members: Members, mean: bool) -> Tensor:
         ctx.rest = members, x.shape[1], mean
-        return _gathered(x, members, mean)
+        return gather_rows(x, members, mean)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,7 +168,7 @@ class _SumMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else _gathered
+        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else gather_rows
         return gathered(grad, *ctx.rest), None, None, None
 
 
@@ -222,7 +237,8 @@ def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
     return {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
 
 
-def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
+def gather_rows(x: Tensor, members: Members, mean: bool) -> Tensor:
+    """Launch the kernel of `gather_members`; mean: divided by the number of clusters that took the token."""
     from regard.ops.bucket import bucket_row_kernels as kernels
 
     x = dense_rows(x)
