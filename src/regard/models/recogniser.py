@@ -122,7 +122,7 @@ def quiet(body: Stack) -> Stack:
     with torch.no_grad():
         for name, p in body.named_parameters():
             if name.split(".")[-2:-1] in (["out"], ["down"]):
-                p /= (2 * len(body.blocks)) ** 0.5
+                p.div_((2 * len(body.blocks)) ** 0.5)
     return body
 
 
