@@ -491,4 +491,34 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    return _before_segments(run, k, (0 * first_z, first_top), (run.slots(k, 1), run.slots(k, 1)))\n",
         "compiled_kernels",
     ),
+    "an operator returns the gradient that it was given": (
+        R + "ops/linear/triton_compiled.py",
+        "    return [g.clone() if g.untyped_storage().data_ptr() in given else g for g in found if g is not None]\n",
+        "    return [g for g in found if g is not None]\n",
+        "compiled_kernels",
+    ),
+    "a compiled filter slides back the wrong way": (
+        R + "ops/depthwise_compiled.py",
+        "    return slide(grad, weights, x.shape[1], ahead, step, mirrored=True)",
+        "    return slide(grad, weights, x.shape[1], ahead, step, mirrored=False)",
+        "depthwise",
+    ),
+    "the compiled mean over clusters has the gradient of the sum": (
+        R + "ops/bucket/members_compiled.py",
+        "    return gather_operator(grad, *ctx.saved_tensors, n, mean), None, None, None, None, None\n",
+        "    return gather_operator(grad, *ctx.saved_tensors, n, False), None, None, None, None, None\n",
+        "cluster",
+    ),
+    "a table of positions stays when a captured pass has changed its weights": (
+        R + "positions/added.py",
+        "        self._kept = None\n        return super().train(mode)\n",
+        "        return super().train(mode)\n",
+        "positions",
+    ),
+    "a reversible stack is compiled block by block": (
+        R + "blocks/compile_blocks.py",
+        "        if isinstance(module, ReversibleStack):\n",
+        "        if False:\n",
+        "compile_blocks",
+    ),
 }
