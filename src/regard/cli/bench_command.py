@@ -55,7 +55,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.001, help="For each time that is measured.")] = 0.2,
     graphs: Annotated[bool, typer.Option(help="Also as CUDA graphs, on a GPU.")] = True,
     model: Annotated[bool, typer.Option("--model", help="Whole models of six layers: tokens a second and memory.")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="With --model: also with torch.compile.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="With --model: also with torch.compile, block by block.")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers into this file.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw times over lengths (.png, .pdf or .svg).")] = None,
