@@ -21,6 +21,8 @@ def speech(made: Made) -> str:
     parts = [_digits([row for row in trained if row["group"] == "digits"], floors)]
     parts.append(_front([row for row in trained if row["group"] == "front"]))
     parts.append(_voices([row for row in trained if row["group"] == "voices"], floors))
+    parts.append(_recognised([row for row in trained if row["group"] == "an4"], floors))
+    parts.append(_ahead([row for row in trained if row["group"] == "ahead"]))
     missing = [group for group in ("an4", "ahead", "strings") if not any(row["group"] == group for row in trained)]
     if missing:
         parts.append(not_yet(f"speech.py --work runs/speech --only {' '.join(missing)}"))
@@ -61,6 +63,52 @@ def _voices(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> st
         body.append([" and ".join(row["name"].split()[1:]), *scores, f"{floor['accuracy']:.1f} / {floor['eer_new']:.1f}"])
     head = ["`fsdd_speaker`, voices held out", "voice right, %", "EER, known voices", "EER, new voices"]
     return table([*head, "floor: accuracy / EER of new voices"], body) if body else ""
+
+
+def _named(row: dict[str, Any]) -> str:
+    """Return the name of a run without its task and its seed."""
+    return " ".join(word for word in row["name"].split()[1:] if not word.isdigit())
+
+
+def _decoding(settings: dict[str, Any]) -> str:
+    decode, beam = settings.get("decode", "ctc"), settings.get("beam", 1)
+    return f"{decode}, {f'{beam} beams' if beam > 1 else 'greedy'}"
+
+
+def _recognised(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
+    """Errors of words and characters by model and by how its answers are found: means over seeds."""
+    if not rows:
+        return ""
+    by: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        for one in row["scores"]:
+            by.setdefault((_named(row), _decoding(one["settings"])), []).append({**row, "test": one["scores"]})
+    body = []
+    for (name, how), own in by.items():
+        scores = [f"{mean(row['test'][score] for row in own):.1f}" for score in ("wer", "cer")]
+        val = f"{mean(row['val']['wer'] for row in own):.1f}"
+        size, minutes = f"{own[0]['parameters'] / 1e6:.1f} M", f"{mean(row['seconds'] for row in own) / 60:.0f}"
+        body.append([name, how, len(own), size, f"{own[0]['steps']:,}", minutes, val, *scores])
+    for what in ("nearest utterance", "most frequent word"):
+        if floor := floors.get(f"floor an4, {what}"):
+            body.append([f"floor: {what}", "", "", "", "", "", "", f"{floor['wer']:.1f}", f"{floor['cer']:.1f}"])
+    head = ["`an4`", "answers by", "seeds", "parameters", "updates", "minutes", "WER, validation, greedy", "WER", "CER"]
+    return table(head, body)
+
+
+def _ahead(rows: list[dict[str, Any]]) -> str:
+    """Errors by the look-ahead of CTC models, with the latency of their stream."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["settings"]["mixer"], []).append(row)
+    body = []
+    for mixer, own in sorted(by.items(), key=lambda item: item[1][0]["latency_s"] or 1e9):
+        scores = [f"{mean(_test(row)[score] for row in own):.1f}" for score in ("wer", "cer")]
+        late = own[0]["latency_s"]
+        val = f"{mean(row['val']['wer'] for row in own):.1f}"
+        body.append([f"`{mixer}`", "the whole recording" if late is None else f"{late:.2f} s", len(own), val, *scores])
+    head = ["`an4`, CTC alone", "latency of the stream", "seeds", "WER, validation, greedy", "WER", "CER"]
+    return table(head, body) if body else ""
 
 
 def synthesis(made: Made) -> str:

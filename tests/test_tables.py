@@ -449,6 +449,23 @@ def test_table_of_speech():
     assert tables_speech.speech({"rows": rows[5:]}).startswith(NOT_YET)
 
 
+def test_recognisers_are_scored_by_how_they_answer_and_by_how_far_they_look_ahead():
+    def ran(name, group, wer, latency=None, mixer="softmax", **settings):
+        about = {"parameters": 2_000_000, "steps": 6000, "seconds": 600.0, "val": {"wer": 14.0}, "settings": {"mixer": mixer}}
+        scores = [{"settings": settings, "scores": {"wer": wer, "cer": wer / 2}}]
+        return {"name": f"an4 {name}", "group": group, "scores": scores, "latency_s": latency, **about}
+
+    rows = [ran("conformer 1", "an4", 12.0, decode="ctc", beam=10), ran("conformer 2", "an4", 14.0, decode="ctc", beam=10)]
+    rows += [ran("conformer 1", "an4", 20.0, decode="joint", beam=1), ran("ctc softmax 1", "ahead", 9.0, beam=10)]
+    rows.append(ran("ctc Truncated(32, 8) 1", "ahead", 10.0, 1.665, "Truncated(32, 8)", beam=10))
+    rows.append({"name": "floor an4, nearest utterance", "group": "floors", "wer": 90.0, "cer": 60.0})
+    text = tables_speech.speech({"made_with": {"device": "a CPU", "threads": 1, "torch": "2.0"}, "rows": rows})
+    assert "| conformer | ctc, 10 beams | 2 | 2.0 M | 6,000 | 10 | 14.0 | 13.0 | 6.5 |" in text
+    assert "| conformer | joint, greedy | 1 |" in text and "| floor: nearest utterance |  |  |  |  |  |  | 90.0 | 60.0 |" in text
+    near, whole = "| `Truncated(32, 8)` | 1.67 s | 1 | 14.0 | 10.0 |", "| `softmax` | the whole recording | 1 | 14.0 | 9.0 |"
+    assert text.index(near) < text.index(whole)
+
+
 def test_table_of_training_speed():
     settings = {"precision": "bf16-mixed", "depth": 6, "width": 512, "window": 4096, "batch_tokens": 32768}
     speeds = {("softmax", "eager"): 1e6, ("linear", "eager"): 8e5, ("softmax", "graphs"): 1.5e6, ("linear", "graphs"): 3e6}
