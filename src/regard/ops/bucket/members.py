@@ -150,7 +150,7 @@ class _GatherMembers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, members: Members, mean: bool) -> Tensor:
         ctx.rest = members, x.shape[1], mean
-        return gather_rows(x, members, mean)
+        return gathered_rows(x, members, mean)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,7 +168,7 @@ class _SumMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else gather_rows
+        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else gathered_rows
         return gathered(grad, *ctx.rest), None, None, None
 
 
@@ -237,7 +237,7 @@ def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
     return {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
 
 
-def gather_rows(x: Tensor, members: Members, mean: bool) -> Tensor:
+def gathered_rows(x: Tensor, members: Members, mean: bool) -> Tensor:
     """Launch the kernel of `gather_members`; mean: divided by the number of clusters that took the token."""
     from regard.ops.bucket import bucket_row_kernels as kernels
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from regard.ops.bucket.bucket_launch import by_token
-from regard.ops.bucket.members import Members, gather_rows, sum_members
+from regard.ops.bucket.members import Members, gathered_rows, sum_members
 
 
 @torch.library.custom_op("regard::gather_members", mutates_args=())
 def gather_operator(x: Tensor, index: Tensor, real: Tensor | None, n: int, mean: bool) -> Tensor:
     """Gather rows (x c w d) of x (b h n d); mean: divided by the number of clusters that took the token."""
-    return gather_rows(x, Members(index, real, n), mean)
+    return gathered_rows(x, Members(index, real, n), mean)
 
 
 @gather_operator.register_fake
