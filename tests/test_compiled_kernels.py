@@ -43,7 +43,7 @@ WITH_KERNELS = (  # small ones of every row that has a backend of kernels
     *("relu", "additive(hidden=4)", "Local(2) | Global(first=1)", "longformer(window=3)", "sparse_transformer(stride=3)"),
     *("linear", "efficient", "rfa(features=4)", "performer(features=4)", "cosformer", "hedgehog", "retention", "gla", "delta"),
     *("hybrid(pattern=Local(2))", "sinks(window=3, first=1)", "reformer(rounds=1, buckets=2, chunk=4)", "linformer(rank=4)"),
-    "compressed(rate=2)",
+    *("compressed(rate=2)", "bigbird(block=2, random=1)"),
 )
 
 

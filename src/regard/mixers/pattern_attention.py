@@ -40,7 +40,8 @@ class PatternAttention(NamedTuple):
         if self.patterns.bends:
             return self._by_length(log, q, places)
         known = places.start is not None and log.start is not None
-        if known and isinstance(q.shape[2], torch.SymInt):  # a comparison would fix the length of an exported program
+        traced = isinstance(q.shape[2], torch.SymInt) or (torch.compiler.is_compiling() and self.patterns.draws)
+        if known and traced:  # a comparison would fix the length of an exported program
             return self._tiles(log, q, places)
         if q.shape[2] <= budget(q.device).few_queries:
             return self._small(log, q, places)

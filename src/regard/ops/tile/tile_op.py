@@ -59,6 +59,11 @@ class HeadPatterns(NamedTuple):
         """Return whether the pairs change with the length."""
         return self.grain > 0
 
+    @property
+    def draws(self) -> bool:
+        """Return whether some pairs are drawn, which a tracer cannot do."""
+        return "Random(" in self.text
+
     @staticmethod
     def of(pattern: Pattern, heads: int) -> HeadPatterns:
         each = tuple(pattern.for_head(h, heads) for h in range(heads))
