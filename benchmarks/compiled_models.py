@@ -166,13 +166,13 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
     try:
         model = built_model(request, job)
         compile_blocks(model, dynamic=series.dynamic or None)
-        passes = {}
-        for n in series.lengths:
-            shape = (max(1, request.tokens // n), n)
-            passes[n] = gradient_pass(model, loss_pass(request, job.kind, model, shape))
+
+        def pass_at(n: int) -> Callable[[], None]:
+            return gradient_pass(model, loss_pass(request, job.kind, model, (max(1, request.tokens // n), n)))
+
+        passes = {n: pass_at(n) for n in series.lengths}
         if series.compiled_at is not None:
-            shape = (max(1, request.tokens // series.compiled_at), series.compiled_at)
-            gradient_pass(model, loss_pass(request, job.kind, model, shape))()
+            pass_at(series.compiled_at)()
     except FAILURES as error:
         return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
     small = [n for n in series.lengths if n < LARGE_PASS]

@@ -95,26 +95,26 @@ def speech_encoder(
     embed = Frames(
         features, config.width, halvings=halvings, channels=channels, scale=scale, positions=outside, dropout=config.dropout
     )
-    if block == "transformer":
-        body = glorot(stack(config))
-        return Encoder(embed, quiet(body) if scale else body)
+    body = glorot(stack(config) if block == "transformer" else _conformer_body(config, inside, kernel))
+    return Encoder(embed, quiet(body) if scale else body)
+
+
+def _conformer_body(config: Config, positions: str | None, kernel: int) -> Stack:
     if config.norm != "pre" or config.gated:
         raise ValueError("a conformer has norms in front and plain feed-forward layers: leave out norm and gated")
-    body = conformer(
+    return conformer(
         config.mixer,
         width=config.width,
         heads=config.heads,
         depth=config.depth,
         ffn=config.ffn,
         kernel=kernel,
-        positions=inside,
+        positions=positions,
         max_len=config.max_len,
         activation=config.activation,
         dropout=config.dropout,
         weight_dropout=config.weight_dropout,
     )
-    body = glorot(body)
-    return Encoder(embed, quiet(body) if scale else body)
 
 
 def quiet(body: Stack) -> Stack:
