@@ -2,7 +2,8 @@
 
 A model is compiled once, block by block and with dynamic shapes, and used at all lengths, unless its weights depend on the
 length. The process with the clock stops the others meanwhile, and those of the process groups that are named to it: passes that
-a compiler tries would fall into its times. What these had launched before is waited for.
+a compiler tries would fall into its times. What these had launched before is waited for. Long sequences that do not fit beside
+what the other processes hold are measured at the end, by one process alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from regard.bench.machine import made_with
 from regard.bench.speed import FAILURES, Measured, failure_text
 from regard.bench.timing import seconds
 from regard.bench.whole_models import (
-    DECODER_MODEL,
     SLOW_PASS,
     JobKey,
     ModelJob,
@@ -41,7 +41,9 @@ from regard.blocks import compile_blocks
 LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
 LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
 QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 5, 1.1, 3.0  # of a probe: readings in a row, beside their fastest, seconds at most
-ONE_LENGTH = ("sinkhorn",)  # decoders that inductor cannot compile for all lengths: it does not split loops over their blocks
+ONE_LENGTH = ("sinkhorn",)  # compiled for each length: inductor does not split the loops of a decoder over unknown blocks, and
+# an encoder has other kernels from 64k on, which take minutes to compile
+COMPILED_AT = 4096  # tokens of one sequence: where a model is measured at long ones alone, 13 compilers take no memory from it
 OUT_OF_MEMORY = failure_text(torch.OutOfMemoryError())
 DYNAMIC, BLOCKS = "dynamic", "blocks"  # of a row: whether its model was compiled for all lengths, and block by block
 _shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop
@@ -55,7 +57,7 @@ class Series:
     job: ModelJob  # of the longest one
     lengths: tuple[int, ...]
     dynamic: bool  # compiled for all lengths
-    compiled_at: int | None = None  # a shorter length that is not measured, where a model for long ones alone is compiled
+    compiled_at: int | None = None  # a length that is not measured, where a model for long ones alone is compiled
 
     def row(self, n: int) -> Measured:
         """Return the row of a length with nothing measured."""
@@ -102,21 +104,37 @@ def measure_compiled(
         record["rows"] += [series.row(job.n) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
         lengths = tuple(job.n for job in jobs if job.n not in left_out)
         if lengths:
-            work.append(replace(shortened(series, lengths), job=replace(series.job, n=lengths[-1])))
+            work.append(of_lengths(series, lengths))
     work.sort(key=lambda series: series.compiled_at is not None)  # one length of a model is worth less than all of them
+    again: list[Series] = []
+    for count in (processes, 1):
+        for done, (series, rows) in enumerate(measured_by(count, work, beside, end), 1):
+            keys = {job.key for job in series.jobs}
+            record["rows"] = [row for row in record["rows"] if job_key(row) not in keys] + rows
+            save(record)
+            for row in rows:
+                print(f"{done} of {len(work)}, {end - time.monotonic():.0f} s are left: {_line(row)}", flush=True)
+            again += without_room(series, rows)
+        work, again = again, []
+    print(f"compiled: {len(record['rows'])} models and lengths", flush=True)
+
+
+def measured_by(processes: int, work: list[Series], beside: Sequence[int], end: float) -> Iterator[tuple[Series, list[Measured]]]:
+    """Iterate over models that so many processes have measured, until the end."""
     context = get_context("spawn")
     clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes))
     with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
         found = pool.imap_unordered(_measured, work)
         with suppress(TimeoutError):
-            for done in range(1, len(work) + 1):
-                rows = found.next(max(end - time.monotonic(), 0.0))
-                record["rows"] += rows
-                save(record)
-                for row in rows:
-                    print(f"{done} of {len(work)}, {end - time.monotonic():.0f} s are left: {_line(row)}", flush=True)
+            for _ in work:
+                yield found.next(max(end - time.monotonic(), 0.0))
         clock.lock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
-    print(f"compiled: {len(record['rows'])} models and lengths", flush=True)
+
+
+def without_room(series: Series, rows: list[Measured]) -> list[Series]:
+    """Return the long sequences of a model that did not fit on the card, as work for one process alone."""
+    long = tuple(row["n"] for row in rows if row.get("reason") == OUT_OF_MEMORY and row["n"] >= LARGE_PASS)
+    return [of_lengths(series, long)] if long else []
 
 
 def _settings(requests: list[ModelRequest], processes: int) -> dict[str, Any]:
@@ -136,18 +154,17 @@ def all_series(request: ModelRequest) -> list[Series]:
     series = []
     for jobs in found.values():
         lengths = tuple(sorted(job.n for job in jobs))
-        if weights_have_lengths(request, jobs[0]) or (jobs[0].kind == DECODER_MODEL and str(jobs[0].spec) in ONE_LENGTH):
+        if weights_have_lengths(request, jobs[0]) or str(jobs[0].spec) in ONE_LENGTH:
             series += [Series(request, job, (job.n,), dynamic=False) for job in sorted(jobs, key=lambda job: job.n)]
         else:
             series.append(Series(request, replace(jobs[0], n=lengths[-1]), lengths, dynamic=True))
     return series
 
 
-def shortened(series: Series, lengths: tuple[int, ...]) -> Series:
-    """Keep some lengths of a series. Long ones alone are compiled at a shorter one: compilers need no turn for large passes."""
-    shorter = [n for n in series.lengths if n < LARGE_PASS]
-    alone = series.dynamic and shorter and lengths[0] >= LARGE_PASS
-    return replace(series, lengths=lengths, compiled_at=shorter[-1] if alone else None)
+def of_lengths(series: Series, lengths: tuple[int, ...]) -> Series:
+    """Keep some lengths of a series. Long ones alone are compiled at a short one: compilers need no turn for large passes."""
+    at = COMPILED_AT if series.dynamic and lengths[0] >= LARGE_PASS else None
+    return replace(series, lengths=lengths, compiled_at=at, job=replace(series.job, n=lengths[-1]))
 
 
 def weights_have_lengths(request: ModelRequest, job: ModelJob) -> bool:
@@ -167,12 +184,13 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
         model = built_model(request, job)
         compile_blocks(model, dynamic=series.dynamic or None)
 
-        def pass_at(n: int) -> Callable[[], None]:
-            return gradient_pass(model, loss_pass(request, job.kind, model, (max(1, request.tokens // n), n)))
+        def pass_of(batch: int, n: int) -> Callable[[], None]:
+            return gradient_pass(model, loss_pass(request, job.kind, model, (batch, n)))
 
-        passes = {n: pass_at(n) for n in series.lengths}
+        passes = {n: pass_of(max(1, request.tokens // n), n) for n in series.lengths}
         if series.compiled_at is not None:
-            pass_at(series.compiled_at)()
+            pass_of(1, series.compiled_at)()
+            _free(device)
     except FAILURES as error:
         return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
     small = [n for n in series.lengths if n < LARGE_PASS]
@@ -235,7 +253,7 @@ def _begin(clock: Clock, beside: tuple[int, ...]) -> None:
     _shared.update(clock=clock, beside=beside)
 
 
-def _measured(series: Series) -> list[Measured]:
+def _measured(series: Series) -> tuple[Series, list[Measured]]:
     clock: Clock = _shared["clock"]
     probe = gpu_probe() if series.request.device == "cuda" else None
 
@@ -247,7 +265,7 @@ def _measured(series: Series) -> list[Measured]:
             yield
 
     try:
-        return series_rows(series, turn, clock.large)
+        return series, series_rows(series, turn, clock.large)
     finally:
         forget(series.request.device, compiled=True)
 

@@ -5,9 +5,10 @@
     python benchmarks/images.py --join FILE ...                               files of several processes, into results/images.json
     python benchmarks/images.py --tiny                                        a few updates of tiny models, elsewhere
 
-Parts: `best` trains a ViT and a CNN on all images, `curve` a CNN, a ViT and a hybrid on 1 % to 100 % of them, `mechanisms` eight
-mechanisms over 64 patches. Every cell is a setting of `regard train cifar10`; the learning rate is that of its preset, weights
-are those that did best on validation, and test is scored once. Floors are computed on the same images.
+Parts: `best` trains a CNN, a ViT and a CCT (a ViT behind two convolutions) on all images, `curve` a CNN, a ViT and a hybrid on
+1 % to 100 % of them, `mechanisms` eight mechanisms over 64 patches. Every cell is a setting of `regard train cifar10`; the
+learning rate is that of its preset, weights are those that did best on validation, and test is scored once. Floors are
+computed on the same images.
 
 A cell that is in the results is not trained again, so a run that ends at LIMIT seconds goes on where it was. Cells are sorted so
 that the most telling come first. The images are on the device, and a step is captured as a CUDA graph.
@@ -45,7 +46,10 @@ from regard.training.loop import matmul_precision
 
 SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 MECHANISMS = ("softmax", "linear", "Neighbourhood(8, 1)", "Local(16)", "linformer", "performer", "fnet", "mlp_mixer")
-FAMILIES: dict[str, str | None] = {"cnn": "cnn", "vit": None, "hybrid": "hybrid"}  # and the preset of each
+FAMILIES: dict[str, str | None] = {"cnn": "cnn", "vit": None, "hybrid": "hybrid", "cct": "cct"}  # and the preset of each
+BEST = {"cnn": 20_000, "vit": 35_000, "cct": 35_000}  # updates of those that are trained longest
+CURVE = ("cnn", "vit", "hybrid")
+CHECKS = 12  # validations of a cell
 TINY = {"width": 16, "heads": 2, "ffn": 16, "steps": 3, "batch_tokens": 8, "warmup": 1, "precision": "32"}
 SMALL_VIT = {"width": 192, "heads": 3, "depth": 6, "ffn": 384, "lr": 1e-3}  # a wider one needs a lower rate
 
@@ -71,10 +75,10 @@ def planned(seeds: int, only: str | None, models: list[str], scale: float) -> li
     cells: list[ImageCell] = []
     for seed in range(1, seeds + 1):
         if seed == 1:
-            cells += [ImageCell("best", name, 1.0, seed, steps) for name, steps in (("cnn", 9_000), ("vit", 35_000))]
+            cells += [ImageCell("best", name, 1.0, seed, steps) for name, steps in BEST.items()]
         for share in SHARES:
             steps = max(1500, round(9000 * share**0.5))
-            cells += [ImageCell("curve", name, share, seed, steps) for name in FAMILIES]
+            cells += [ImageCell("curve", name, share, seed, steps) for name in CURVE]
         cells += [ImageCell("mechanisms", "vit", 1.0, seed, 6000, mixer) for mixer in MECHANISMS]
     chosen = [cell for cell in cells if only in (None, cell.part) and cell.model in models]
     return [ImageCell(**(asdict(cell) | {"steps": max(1, round(cell.steps * scale))})) for cell in chosen]
@@ -133,6 +137,7 @@ class Trainer:
     def __init__(self, tiny: bool, deadline: float) -> None:
         self.tiny, self.deadline = tiny, deadline
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.backends.cudnn.benchmark = True  # shapes are always the same
         made = tasks.make_task(tasks.config("cifar10"))
         made.read()
         assert isinstance(made, ImageTask)
@@ -177,11 +182,14 @@ class Trainer:
             for step in range(config.steps):
                 learner.update([data.batch(step, config.batch_tokens, cell.seed)])
                 learner.pending = learner.pending[-1:]
-                if (step + 1) % max(1, config.steps // 12) == 0 or step + 1 == config.steps:
-                    learner.measured(lambda: "nothing is saved")  # which raises where training diverges
+                if (step + 1) % max(1, config.steps // CHECKS) == 0 or step + 1 == config.steps:
+                    means = learner.measured(lambda: "nothing is saved")  # which raises where training diverges
                     score = accuracy(task, model, self.held["val"], learner)
                     if score > best[0]:
                         best = score, {name: x.detach().clone() for name, x in model.state_dict().items()}
+                    name, spent = f"{cell.model} {cell.mixer} {100 * cell.share:g} %", time.monotonic() - start
+                    now = f"val {score:.2f}, loss {means['loss']:.3f}, norm {means['norm']:.2f}, {spent:.0f} s"
+                    print(f"  {name}, update {step + 1} of {config.steps}: {now}", flush=True)
                     self._check(start, step + 1, config.steps)
             model.load_state_dict(best[1])
             test = accuracy(task, model, self.held["test"], learner)

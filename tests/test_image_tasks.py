@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Generator
 from typer.testing import CliRunner
 
@@ -27,6 +27,7 @@ from regard.data.gray_images import LabelledImages
 from regard.data.text_files import DataError
 from regard.tasks import config, make_task
 from regard.training import image_augmentation as change
+from regard.training import trivial_augment as trivial
 from regard.training.fit import fit
 
 TINY = {
@@ -118,16 +119,94 @@ def test_flips_and_squares_and_colours():
 
 def test_mixed_images_are_weighted_sums_of_two():
     images = torch.rand(32, 3, 4, 4)
-    mixed = change.mixup(images, 0.5, dice())
+    mixed = change.mixed(images, 0.5, 0.0, dice())
     wide = mixed.weight[:, None, None, None]
     torch.testing.assert_close(mixed.images, wide * images + (1 - wide) * images[mixed.other])
     assert sorted(mixed.other.tolist()) == list(range(32)) and ((mixed.weight >= 0) & (mixed.weight <= 1)).all()
-    many = change.mixup(torch.zeros(4000, 1, 1, 1), 0.5, dice()).weight
+    many = change.mixed(torch.zeros(4000, 1, 1, 1), 0.5, 0.0, dice()).weight
     assert abs(float(many.mean()) - 0.5) < 0.02 and abs(float(many.var()) - 1 / 8) < 0.01  # of Beta(a, a): 1 / (8 a + 4)
 
 
+def test_cutmix_puts_a_rectangle_of_another_image_in():
+    images = torch.rand(64, 3, 16, 12)
+    cut = change.mixed(images, 0.0, 1.0, dice())
+    other = (cut.images == images[cut.other]).all(1) & (cut.images != images).all(1)
+    assert torch.equal(torch.where(other[:, None], images[cut.other], images), cut.images)
+    box = other.any(2)[:, :, None] & other.any(1)[:, None]  # rows and columns of what was pasted
+    assert torch.equal(box, other)
+    apart = cut.other != torch.arange(64)
+    torch.testing.assert_close(cut.weight[apart], 1 - other.float().mean((1, 2))[apart])
+    many = change.mixed(torch.zeros(400, 1, 64, 64), 0.0, 1.0, dice()).weight
+    assert abs(float(many.mean()) - (1 - (1 / 2 - 1 / 5 + 1 / 48))) < 0.03  # 1/2 if no rectangle were cut off at the edges
+
+
+def test_with_both_half_of_the_images_are_blended():
+    images = torch.rand(400, 3, 8, 8)
+    mixed = change.mixed(images, 0.5, 1.0, dice())
+    same, others = (mixed.images == images).all(1), (mixed.images == images[mixed.other]).all(1)
+    pasted = (same | others).flatten(1).all(1)
+    wide = mixed.weight[:, None, None, None]
+    torch.testing.assert_close(mixed.images[~pasted], (wide * images + (1 - wide) * images[mixed.other])[~pasted])
+    assert 150 < int(pasted.sum()) < 250
+
+
+PILLOW = {  # what Pillow gives at strength 0.5, with a positive sign
+    "brightness": lambda image: ImageEnhance.Brightness(image).enhance(1.45),
+    "contrast": lambda image: ImageEnhance.Contrast(image).enhance(1.45),
+    "saturation": lambda image: ImageEnhance.Color(image).enhance(1.45),
+    "sharpness": lambda image: ImageEnhance.Sharpness(image).enhance(1.45),
+    "posterize": lambda image: ImageOps.posterize(image, 6),
+    "solarize": lambda image: ImageOps.solarize(image, 128),
+    "autocontrast": ImageOps.autocontrast,
+    "equalize": ImageOps.equalize,
+}
+
+
+@pytest.mark.parametrize("name", PILLOW)
+def test_operations_of_trivial_augment_are_those_of_pillow(name):
+    image = Image.fromarray(pixels(3, 7))
+    tensor, expected = (torch.tensor(np.asarray(x)).permute(2, 0, 1)[None].float() for x in (image, PILLOW[name](image)))
+    tensor = tensor / 255
+    half = torch.full((1, 1, 1, 1), 0.5)
+    number = 1 + [x.__name__ for x in trivial.COLOUR_CHANGES].index(f"_{name}")
+    found = 255 * trivial.changed(tensor, torch.full((1, 1, 1, 1), number), half, half)
+    assert float((found - expected).abs().max()) <= (0.01 if name in ("posterize", "equalize") else 1.6)  # Pillow rounds twice
+    assert not torch.equal(found, 255 * tensor)
+
+
+def test_geometric_operations_move_pixels():
+    image = torch.full((1, 3, 32, 32), 0.5)
+    image[..., 10:14, 20:24] = 1.0
+
+    def centre(number, signed):
+        of = [torch.full((1, 1, 1, 1), x) for x in (number, abs(signed), signed)]
+        mass = trivial.changed(image, *of)[0, 0] - 0.5
+        rows, columns = torch.arange(32) - 15.5, torch.arange(32) - 15.5
+        return float((mass.sum(1) * rows).sum() / mass.sum()), float((mass.sum(0) * columns).sum() / mass.sum())
+
+    row, column = -4.0, 6.0
+    assert centre(0, 1.0) == pytest.approx((row, column), abs=1e-4)
+    assert centre(trivial.SHIFT_X, 0.5) == pytest.approx((row, column - 5), abs=1e-2)
+    assert centre(trivial.SHIFT_Y, -0.5) == pytest.approx((row + 5, column), abs=1e-2)
+    assert centre(trivial.SHEAR_X, 1.0) == pytest.approx((row, column - 0.3 * row), abs=0.1)
+    assert centre(trivial.SHEAR_Y, 1.0) == pytest.approx((row - 0.3 * column, column), abs=0.1)
+    turned = centre(trivial.ROTATION, 1.0)
+    assert np.hypot(*turned) == pytest.approx(np.hypot(row, column), abs=0.1)
+    cosine = (turned[0] * row + turned[1] * column) / (row**2 + column**2)
+    assert cosine == pytest.approx(np.cos(np.pi / 6), abs=0.02)
+
+
+def test_trivial_augment_draws_each_operation_for_its_share():
+    gray = torch.rand(3000, 1, 8, 8)
+    found = trivial.trivial_augment(gray, dice())
+    same = (found == gray).flatten(1).all(1).float().mean()
+    # 1 of 14 changes nothing, one more is the saturation of an image without colour, and a part of the other twelve
+    assert 2 / 14 - 0.03 < float(same) < 4 / 14 and float(found.min()) >= 0 and float(found.max()) <= 1
+    assert torch.equal(found, trivial.trivial_augment(gray, dice()))
+
+
 def test_nothing_of_a_training_step_is_read_from_the_device(folder):
-    made = tiny(folder, mixup=0.2, cutout=8, colour=0.2, stem="patches(side=8)")
+    made = tiny(folder, mixup=0.2, cutmix=1.0, trivial=True, cutout=8, colour=0.2, stem="patches(side=8)")
     with torch.device("meta"):
         model = made.model()
         batch = made.batch(made.splits["train"][:4]).to("meta")
@@ -153,7 +232,7 @@ def test_every_kind_of_model_learns(folder, name):
 
 @pytest.mark.parametrize(("name", "model"), [("cifar10", "cnn"), ("cifar10_gray", "vit")])
 def test_a_run_is_scored_and_answers_files(folder, tmp_path, name, model):
-    settings = {**MODELS[model], "mixup": 0.2, "cutout": 8, "colour": 0.2}
+    settings = {**MODELS[model], "mixup": 0.2, "cutmix": 1.0, "trivial": True, "cutout": 8, "colour": 0.2}
     fit(tiny(folder, name, **settings), tmp_path / "run", accelerator="cpu", quiet=True)
     run = load(tmp_path / "run")
     scores = run.evaluate("test", folder)

@@ -36,7 +36,7 @@ from regard.tasks.image_config import Images
 from regard.tasks.image_stem import image_stem
 from regard.tasks.support import device_under, evaluating, kept_labels
 from regard.tasks.task import Task
-from regard.training.image_augmentation import Augmentation, mixup
+from regard.training.image_augmentation import Augmentation, mixed
 from regard.training.learnable import Step
 from regard.training.losses import Loss, check_smoothing
 
@@ -63,7 +63,7 @@ class ImageTask(Task):
             raise ValueError(f"fraction must be above 0 and at most 1, not {config.fraction!r}")
         if not 0 <= config.colour < 1:
             raise ValueError(f"colour must be from 0 to below 1, not {config.colour!r}")
-        for name in ("crop", "cutout", "mixup"):
+        for name in ("crop", "cutout", "mixup", "cutmix"):
             if not 0 <= getattr(config, name) <= self.side:
                 raise ValueError(f"{name} must be from 0 to {self.side}, not {getattr(config, name)!r}")
         if config.depth < 0:
@@ -72,7 +72,7 @@ class ImageTask(Task):
             self.bodies = ()
         if config.pool == "token" and not config.depth:
             raise ValueError("pool='token' reads a class token, which layers must have filled: with depth=0 use pool=mean")
-        self.augmentation = Augmentation(config.crop, config.flip, config.cutout, config.colour, config.mixup)
+        self.augmentation = Augmentation(config.crop, config.flip, config.cutout, config.colour, config.trivial)
         self.labels: list[str] = []
         self.floors: dict[str, float] = {}
         self.embedding()  # which refuses a stem that does not fit the image
@@ -145,13 +145,13 @@ class ImageTask(Task):
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None
         images = self.augmentation.change(batch.source.float() / 255)
-        mixed = mixup(images, self.config.mixup) if self.config.mixup else None
-        scores = model(_centred_pixels(images if mixed is None else mixed.images)).float()
+        both = mixed(images, self.config.mixup, self.config.cutmix) if self.config.mixup or self.config.cutmix else None
+        scores = model(_centred_pixels(images if both is None else both.images)).float()
         log = scores.log_softmax(-1)
         nll = _label_loss(log, batch.target, self.config.smoothing)
-        if mixed is not None:
-            second = _label_loss(log, batch.target[mixed.other], self.config.smoothing)
-            nll = mixed.weight * nll + (1 - mixed.weight) * second
+        if both is not None:
+            second = _label_loss(log, batch.target[both.other], self.config.smoothing)
+            nll = both.weight * nll + (1 - both.weight) * second
         return Loss(nll.sum(), torch.full((), len(nll), device=nll.device), {"nll": nll.sum().detach()})
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:

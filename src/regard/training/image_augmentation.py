@@ -1,4 +1,4 @@
-"""Random changes of training images on their device, in constant shapes: crop, flip, cutout, colours, mixup.
+"""Random changes of training images on their device, in constant shapes: crop, flip, cutout, colours, mixup, cutmix.
 
 Images are floats (b c height width) from 0 to 1. Every image draws its own change, from the generator or from that of its device.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-LUMA = (0.299, 0.587, 0.114)  # red, green and blue in a gray level
+from regard.training.trivial_augment import gray_level, trivial_augment
 
 
 class Augmentation(NamedTuple):
@@ -21,14 +21,16 @@ class Augmentation(NamedTuple):
     flip: bool = False  # half of the images are mirrored, left to right
     cutout: int = 0  # side of the square that is set to gray
     colour: float = 0.0  # brightness, contrast and saturation are scaled by 1 - colour to 1 + colour
-    mixup: float = 0.0  # alpha of the Beta distribution of the weights of two images
+    trivial: bool = False  # one of fourteen operations for each image: TrivialAugment
 
     def change(self, images: Tensor, generator: Generator | None = None) -> Tensor:
-        """Apply all changes but mixup, which changes labels too."""
+        """Apply all changes; those that mix two images, and with them their labels, are of `mixed`."""
         if self.crop:
             images = random_crop(images, self.crop, generator)
         if self.flip:
             images = random_flip(images, generator)
+        if self.trivial:
+            images = trivial_augment(images, generator)
         if self.colour:
             images = scale_colours(images, self.colour, generator)
         if self.cutout:
@@ -66,11 +68,7 @@ def cutout(images: Tensor, side: int, generator: Generator | None = None) -> Ten
 
     DeVries, Taylor 2017, arXiv:1708.04552.
     """
-    hidden = []
-    for size in images.shape[2:]:
-        first = _centres(size, images, generator) - side // 2
-        at = torch.arange(size, device=images.device)
-        hidden.append((at >= first) & (at < first + side))
+    hidden = [_segment(size, side, images, generator) for size in images.shape[2:]]
     square = hidden[0][:, None, :, None] & hidden[1][:, None, None]
     return images.masked_fill(square, 0.5)
 
@@ -81,9 +79,8 @@ def scale_colours(images: Tensor, strength: float, generator: Generator | None =
     images = images * brightness
     mean = images.mean((1, 2, 3), keepdim=True)
     images = mean + (images - mean) * contrast
-    if images.shape[1] == 3:
-        gray = sum(share * images[:, i : i + 1] for i, share in enumerate(LUMA))
-        images = gray + (images - gray) * saturation
+    gray = gray_level(images)
+    images = gray + (images - gray) * saturation
     return images.clamp(0, 1)
 
 
@@ -95,14 +92,53 @@ class MixedImages(NamedTuple):
     weight: Tensor  # (b)
 
 
-def mixup(images: Tensor, alpha: float, generator: Generator | None = None) -> MixedImages:
-    """Mix each image with another one of the batch: w x_i + (1 - w) x_j, w of Beta(alpha, alpha), one w for each image.
+def mixed(images: Tensor, mixup: float, cutmix: float, generator: Generator | None = None) -> MixedImages:
+    """Mix each image with another one of the batch, by mixup or by cutmix with these parameters, of which one is above 0.
 
-    Zhang et al. 2017, arXiv:1710.09412. A Beta variable is x / (x + y) of two Gamma variables.
+    Where both are, each has about half of the images.
     """
+    shape, device = (len(images),), images.device
+    other = torch.rand(shape, device=device, generator=generator).argsort()
+    blended = _blended(images, other, _beta(mixup, images, generator)) if mixup else None
+    pasted = _pasted(images, other, _beta(cutmix, images, generator), generator) if cutmix else None
+    if blended is None or pasted is None:
+        found = pasted if blended is None else blended
+        assert found is not None
+        return found
+    chosen = torch.rand(shape, device=device, generator=generator) < 0.5
+    both = torch.where(chosen[:, None, None, None], blended.images, pasted.images)
+    return MixedImages(both, other, torch.where(chosen, blended.weight, pasted.weight))
+
+
+def _beta(alpha: float, images: Tensor, generator: Generator | None) -> Tensor:
+    """Draw a number of Beta(alpha, alpha) for each image, (b): x / (x + y) of two Gamma variables."""
     shape = torch.full((2, len(images)), alpha, device=images.device)
     gamma = torch._standard_gamma(shape, generator=generator).clamp_min(1e-20)
-    weight = gamma[0] / gamma.sum(0)
-    other = torch.rand(len(images), device=images.device, generator=generator).argsort()
+    return gamma[0] / gamma.sum(0)
+
+
+def _blended(images: Tensor, other: Tensor, weight: Tensor) -> MixedImages:
+    """Mixup: w x_i + (1 - w) x_j. Zhang et al. 2017, arXiv:1710.09412."""
     wide = weight[:, None, None, None]
     return MixedImages(wide * images + (1 - wide) * images[other], other, weight)
+
+
+def _pasted(images: Tensor, other: Tensor, weight: Tensor, generator: Generator | None) -> MixedImages:
+    """Cutmix: a rectangle with a share 1 - w of the pixels comes from the other image, and w is what it leaves.
+
+    Its sides are sqrt(1 - w) of those of the image and its middle is any pixel. Yun et al. 2019, arXiv:1905.04899.
+    """
+    inside = []
+    for size in images.shape[2:]:
+        side = ((1 - weight).sqrt() * size).long()[:, None]
+        inside.append(_segment(size, side, images, generator))
+    box = inside[0][:, None, :, None] & inside[1][:, None, None]
+    left = 1 - box.to(images.dtype).mean((1, 2, 3))
+    return MixedImages(torch.where(box, images[other], images), other, left)
+
+
+def _segment(size: int, side: Tensor | int, images: Tensor, generator: Generator | None) -> Tensor:
+    """Draw a segment of `side` pixels for each image whose middle is any of `size`: a mask (b size)."""
+    first = _centres(size, images, generator) - side // 2
+    at = torch.arange(size, device=images.device)
+    return (at >= first) & (at < first + side)
