@@ -3,7 +3,8 @@
 A model is compiled once, block by block and with dynamic shapes, and used at all lengths, unless its weights depend on the
 length. The process with the clock stops the others meanwhile, and those of the process groups that are named to it: passes that
 a compiler tries would fall into its times. What these had launched before is waited for. Long sequences that do not fit beside
-what the other processes hold are measured at the end, by one process alone.
+what the other processes hold, a million tokens say, are measured when all others are done, and those that do not fit even then at
+the end, by one process alone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import TimeoutError, get_context
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from regard.blocks import compile_blocks
 
 LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
 LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
+LAST_LENGTHS = 2**19  # tokens from which a length is measured when the others are done: it needs most of the memory
 QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 5, 1.1, 3.0  # of a probe: readings in a row, beside their fastest, seconds at most
 ONE_LENGTH = ("sinkhorn",)  # compiled for each length: inductor does not split the loops of a decoder over unknown blocks, and
 # an encoder has other kernels from 64k on, which take minutes to compile
@@ -70,11 +72,12 @@ class Series:
 
 
 class Clock(NamedTuple):
-    """Hold what processes share: locks of the clock and of large passes, and process numbers."""
+    """Hold what processes share: locks of the clock and of large passes, process numbers, and rows with the place of a series."""
 
     lock: Any
     large: Any
     numbers: Any
+    found: Any  # (place, row), and (place, None) behind the last row of a series
 
 
 def measure_compiled(
@@ -97,44 +100,55 @@ def measure_compiled(
     there = {job_key(row) for row in known if BLOCKS in row}
     record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": _settings(requests, processes), "rows": []}
     record["made_with"] = made_with()
-    work: list[Series] = []
+    rounds: list[list[Series]] = [[], [], []]
     for series in (x for request in requests for x in all_series(request)):
         jobs = [job for job in series.jobs if job.key not in there]
         left_out = {job.n: reasons[_eager_key(job)] for job in jobs if _eager_key(job) in reasons}
         record["rows"] += [series.row(job.n) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
-        lengths = tuple(job.n for job in jobs if job.n not in left_out)
-        if lengths:
-            work.append(of_lengths(series, lengths))
-    work.sort(key=lambda series: series.compiled_at is not None)  # one length of a model is worth less than all of them
-    again: list[Series] = []
-    for count in (processes, 1):
-        for done, (series, rows) in enumerate(measured_by(count, work, beside, end), 1):
-            keys = {job.key for job in series.jobs}
-            record["rows"] = [row for row in record["rows"] if job_key(row) not in keys] + rows
+        lengths = [job.n for job in jobs if job.n not in left_out]
+        for place, part in enumerate(([n for n in lengths if n < LAST_LENGTHS], [n for n in lengths if n >= LAST_LENGTHS])):
+            if part:
+                late = (
+                    not series.dynamic and part[0] >= LARGE_PASS
+                )  # it compiles a large pass while all others wait for their turn
+                rounds[1 if late else place].append(of_lengths(series, tuple(part)))
+    rounds[1].sort(key=lambda series: not series.dynamic)
+    for work, count in zip(rounds, (processes, processes, 1), strict=True):
+        for done, (series, row) in enumerate(measured_by(count, work, beside, end), 1):
+            key = replace(series.job, n=row["n"]).key
+            record["rows"] = [*(kept for kept in record["rows"] if job_key(kept) != key), row]
             save(record)
-            for row in rows:
-                print(f"{done} of {len(work)}, {end - time.monotonic():.0f} s are left: {_line(row)}", flush=True)
-            again += without_room(series, rows)
-        work, again = again, []
+            print(f"{done}, {end - time.monotonic():.0f} s are left: {_line(row)}", flush=True)
+            if has_no_room(row) and work is not rounds[-1]:
+                rounds[-1].append(of_lengths(series, (row["n"],)))
     print(f"compiled: {len(record['rows'])} models and lengths", flush=True)
 
 
-def measured_by(processes: int, work: list[Series], beside: Sequence[int], end: float) -> Iterator[tuple[Series, list[Measured]]]:
-    """Iterate over models that so many processes have measured, until the end."""
+def measured_by(processes: int, work: list[Series], beside: Sequence[int], end: float) -> Iterator[tuple[Series, Measured]]:
+    """Iterate over the rows that so many processes measure, each as soon as it is there, until the end."""
+    if not work:
+        return
     context = get_context("spawn")
-    clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes))
+    clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes), context.SimpleQueue())
     with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
-        found = pool.imap_unordered(_measured, work)
-        with suppress(TimeoutError):
-            for _ in work:
-                yield found.next(max(end - time.monotonic(), 0.0))
-        clock.lock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
+        pool.map_async(_measured, enumerate(work), chunksize=1)
+        waiting = len(work)
+        while waiting and time.monotonic() < end:
+            if clock.found.empty():
+                time.sleep(0.05)
+                continue
+            place, row = clock.found.get()
+            if row is None:
+                waiting -= 1
+            else:
+                yield work[place], row
+        if waiting:
+            clock.lock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
 
 
-def without_room(series: Series, rows: list[Measured]) -> list[Series]:
-    """Return the long sequences of a model that did not fit on the card, as work for one process alone."""
-    long = tuple(row["n"] for row in rows if row.get("reason") == OUT_OF_MEMORY and row["n"] >= LARGE_PASS)
-    return [of_lengths(series, long)] if long else []
+def has_no_room(row: Measured) -> bool:
+    """Return whether a long sequence did not fit on the card, which one process alone may have room for."""
+    return row.get("reason") == OUT_OF_MEMORY and row["n"] >= LARGE_PASS
 
 
 def _settings(requests: list[ModelRequest], processes: int) -> dict[str, Any]:
@@ -175,11 +189,10 @@ def weights_have_lengths(request: ModelRequest, job: ModelJob) -> bool:
     return shapes[0] != shapes[1]
 
 
-def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> list[Measured]:
+def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> Iterator[Measured]:
     """Compile one model and measure it at all lengths, short ones first; behind a slow one the others are left out."""
     request, job = series.request, series.job
     device = torch.device(request.device)
-    rows: list[Measured] = []
     try:
         model = built_model(request, job)
         compile_blocks(model, dynamic=series.dynamic or None)
@@ -192,34 +205,29 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
             pass_of(1, series.compiled_at)()
             _free(device)
     except FAILURES as error:
-        return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
+        yield from (series.row(n) | {"reason": failure_text(error)} for n in series.lengths)
+        return
+    slow: Measured | None = None
     small = [n for n in series.lengths if n < LARGE_PASS]
-    for part, room in ((small, None), *(((n,), large_turn) for n in series.lengths if n >= LARGE_PASS)):
-        slow = next((row for row in rows if row.get("ms", 0) > 1e3 * SLOW_PASS), None)
+    for part, room in ((small, nullcontext()), *(([n], large_turn) for n in series.lengths if n >= LARGE_PASS)):
         if slow is not None:
             reason = f"left out: {slow['ms'] / 1e3:.1f} s a pass at n = {slow['n']:,}"
-            rows += [series.row(n) | {"reason": reason} for n in part]
+            yield from (series.row(n) | {"reason": reason} for n in part)
             continue
-        if room is not None:
-            room.acquire()
-        try:
-            found = _part_rows(series, {n: passes[n] for n in part}, device, turn)
-        finally:
-            if room is not None:
-                room.release()
-        again = [row["n"] for row in found if row.get("reason") == OUT_OF_MEMORY and room is None]
+        with room:
+            rows = _part_rows(series, {n: passes[n] for n in part}, device, turn)
+        again = [n for n in small if rows.get(n, {}).get("reason") == OUT_OF_MEMORY]
         if again:  # beside a large pass of another process: once more without one
             with large_turn:
-                done = {row["n"]: row for row in _part_rows(series, {n: passes[n] for n in again}, device, turn)}
-            found = [done.get(row["n"], row) for row in found]
-        rows += found
-    return rows
+                rows |= _part_rows(series, {n: passes[n] for n in again}, device, turn)
+        slow = next((row for row in rows.values() if row.get("ms", 0) > 1e3 * SLOW_PASS), None)
+        yield from rows.values()
 
 
 def _part_rows(
     series: Series, passes: dict[int, Callable[[], None]], device: torch.device, turn: Callable[[], Any]
-) -> list[Measured]:
-    """Make the first pass at each length, which compiles, and then measure all of them with the clock."""
+) -> dict[int, Measured]:
+    """Make the first pass at each length, which compiles, and then measure all of them with the clock; a row for each length."""
     rows = {n: series.row(n) for n in passes}
     for n, step in passes.items():
         try:
@@ -237,7 +245,7 @@ def _part_rows(
             except FAILURES as error:
                 rows[n]["reason"] = failure_text(error)
             _free(device)
-    return list(rows.values())
+    return rows
 
 
 def _free(device: torch.device) -> None:
@@ -253,7 +261,8 @@ def _begin(clock: Clock, beside: tuple[int, ...]) -> None:
     _shared.update(clock=clock, beside=beside)
 
 
-def _measured(series: Series) -> tuple[Series, list[Measured]]:
+def _measured(placed: tuple[int, Series]) -> None:
+    place, series = placed
     clock: Clock = _shared["clock"]
     probe = gpu_probe() if series.request.device == "cuda" else None
 
@@ -265,8 +274,10 @@ def _measured(series: Series) -> tuple[Series, list[Measured]]:
             yield
 
     try:
-        return series, series_rows(series, turn, clock.large)
+        for row in series_rows(series, turn, clock.large):
+            clock.found.put((place, row))
     finally:
+        clock.found.put((place, None))
         forget(series.request.device, compiled=True)
 
 

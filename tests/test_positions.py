@@ -103,6 +103,17 @@ def test_a_table_follows_weights_that_a_fused_optimiser_changes(name, captured):
     assert not torch.equal(before, after)
 
 
+def test_recurrent_positions_keep_what_gradients_need_outside_of_training_too(monkeypatch):
+    """cuDNN has a backward pass only of a call that asked for one, whatever the mode of the module."""
+    asked, real = [], torch.gru
+    monkeypatch.setattr(torch, "gru", lambda *given: asked.append(given[6]) or real(*given))
+    made = build("rnn").eval()
+    made.add(nothing(20), Places.of(nothing(20)))
+    with torch.no_grad():
+        build("rnn").eval().add(nothing(20), Places.of(nothing(20)))
+    assert asked == [True, False]
+
+
 @pytest.mark.parametrize("name", ["learned", "floater", "rnn"])
 def test_what_is_learned_is_not_remembered_too_long(name):
     made = build(name)

@@ -14,6 +14,7 @@ from regard.checks import WIDEST, need
 from regard.mixers.base import Dims, Places, needed_length
 from regard.mixers.places import position_bound
 from regard.mixers.position_interface import Positions
+from regard.ops.rnn import rnn_scan
 from regard.positions.frequencies import check_base, inverse_frequencies
 
 
@@ -178,9 +179,9 @@ class Recurrent(AddedPositions):
         return "rnn"
 
     def table(self, n: int, device: torch.device) -> Tensor:  # noqa: ARG002
-        inputs = self.input.expand(1, n, -1)
-        states = self.cell(inputs, self.first[None, None])[0][0]
-        return torch.cat([self.first[None], states])[:n]
+        weights = [getattr(self.cell, name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]
+        states, _ = rnn_scan(self.input.expand(1, n, -1), [self.first[None, None]], weights)
+        return torch.cat([self.first[None], states[0]])[:n]
 
 
 class Floater(AddedPositions):
