@@ -50,6 +50,7 @@ FAMILIES: dict[str, str | None] = {"cnn": "cnn", "vit": None, "hybrid": "hybrid"
 BEST = {"cnn": 20_000, "vit": 35_000, "cct": 35_000}  # updates of those that are trained longest
 CURVE = ("cnn", "vit", "hybrid")
 CHECKS = 12  # validations of a cell
+AHEAD = 32  # updates that are launched before they are waited for, at most: a stopped process leaves no more on the card
 TINY = {"width": 16, "heads": 2, "ffn": 16, "steps": 3, "batch_tokens": 8, "warmup": 1, "precision": "32"}
 SMALL_VIT = {"width": 192, "heads": 3, "depth": 6, "ffn": 384, "lr": 1e-3}  # a wider one needs a lower rate
 
@@ -182,6 +183,8 @@ class Trainer:
             for step in range(config.steps):
                 learner.update([data.batch(step, config.batch_tokens, cell.seed)])
                 learner.pending = learner.pending[-1:]
+                if step % AHEAD == 0 and self.device.type == "cuda":
+                    torch.cuda.synchronize()
                 if (step + 1) % max(1, config.steps // CHECKS) == 0 or step + 1 == config.steps:
                     means = learner.measured(lambda: "nothing is saved")  # which raises where training diverges
                     score = accuracy(task, model, self.held["val"], learner)
@@ -242,7 +245,14 @@ def join(paths: list[Path]) -> None:
     if len({record["settings"]["data"] for record in filled}) > 1:
         sys.exit("these files are on different images: " + ", ".join(str(path) for path in paths))
     cells = {_cell(row).key: row for record in filled for row in record["rows"]}
-    write_record(RESULTS / "images.json", filled[-1] | {"rows": sorted(cells.values(), key=lambda row: row["part"])})
+    commits = dict.fromkeys(name for record in filled for name in record["made_with"]["commit"].split(", "))
+    last = filled[-1]
+    joined = {
+        "settings": {name: value for name, value in last["settings"].items() if name != "scale"},
+        "made_with": last["made_with"] | {"commit": ", ".join(commits)},
+        "rows": sorted(cells.values(), key=lambda row: row["part"]),
+    }
+    write_record(RESULTS / "images.json", last | joined)
     print(f"{len(cells)} cells are in {RESULTS / 'images.json'}; the tables: make tables", flush=True)
 
 

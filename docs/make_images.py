@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from regard.plots.colours import GREY, INK, LINE
+from tables_images import curve_parts
 
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = {
@@ -24,10 +25,10 @@ Curve = list[tuple[int, float]]  # training images, % right on test
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the points of each model, means over seeds, few images first."""
+    """Return the points of each model, means over seeds, few images first; of several ways of training that with most points."""
     found: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        if row["part"] == "curve":
+    for own in curve_parts([row for row in rows if row["part"] == "curve"])[:1]:
+        for row in own:
             found.setdefault(row["model"], {}).setdefault(row["train_images"], []).append(row["test"])
     return {name: [(count, fmean(scores)) for count, scores in sorted(points.items())] for name, points in found.items()}
 

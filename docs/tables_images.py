@@ -14,13 +14,10 @@ def image_scores(made: Made) -> str:
     """Accuracy on the 10,000 test images, best models first, then by share of the training images, then by mechanism."""
     if not made["rows"]:
         return not_yet(IMAGES_COMMAND)
-    groups: dict[str, dict[tuple[str, Any], list[dict[str, Any]]]] = {}
-    for row in made["rows"]:
-        key = row["mixer"] if row["part"] == "mechanisms" else row["model"]
-        groups.setdefault(row["part"], {}).setdefault((key, row["share"]), []).append(row)
-    parts = [_models([row for row in made["rows"] if row["part"] == "best"])] if "best" in groups else []
-    parts += [_curve(groups["curve"])] if "curve" in groups else []
-    parts += [_mechanisms(groups["mechanisms"])] if "mechanisms" in groups else []
+    groups = {name: [row for row in made["rows"] if row["part"] == name] for name in ("best", "curve", "mechanisms")}
+    parts = [_models(groups["best"])] if groups["best"] else []
+    parts += _curves(groups["curve"])
+    parts += [_mechanisms(groups["mechanisms"])] if groups["mechanisms"] else []
     floors = ", ".join(f"{name} {score:.1f} %" for name, score in made["floors"].items())
     where = made["made_with"]
     source = f"({where['device']}, torch {where['torch']}, commit {where['commit']}.)"
@@ -36,25 +33,58 @@ def _row(own: list[dict[str, Any]]) -> list[str]:
 HEAD = ["seeds", "parameters", "updates", "val", "test", "seconds"]
 
 
+def recipe(row: dict[str, Any]) -> str:
+    """Name what training changes in its images."""
+    config = row["config"]
+    if config.get("trivial"):
+        return "crop, flip, TrivialAugment, mixup, cutmix"
+    return ", ".join(["crop", "flip", *(name for name in ("colour", "cutout", "mixup", "cutmix") if config.get(name))])
+
+
 def _models(rows: list[dict[str, Any]]) -> str:
     """A row for each model, number of updates and weight decay."""
     found: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"], row["steps"], row["config"]["decay"]), []).append(row)
-    body = [[name, f"{decay:g}", *_row(own)] for (name, _, decay), own in sorted(found.items())]
-    return table(["all images", "weight decay", *HEAD], body)
+    body = [[name, recipe(own[0]), f"{decay:g}", *_row(own)] for (name, _, decay), own in sorted(found.items())]
+    return table(["all images", "training changes", "weight decay", *HEAD], body)
 
 
-def _mechanisms(found: dict[tuple[str, Any], list[dict[str, Any]]]) -> str:
+def _mechanisms(rows: list[dict[str, Any]]) -> str:
+    """A row for each mechanism and number of updates, the best first."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["mixer"], row["steps"]), []).append(row)
     ordered = sorted(found.items(), key=lambda item: -mean(row["test"] for row in item[1]))
     return table(["over 64 patches", *HEAD], [[code(name), *_row(own)] for (name, _), own in ordered])
 
 
-def _curve(found: dict[tuple[str, Any], list[dict[str, Any]]]) -> str:
-    """Test accuracy: a row for each share of the training images, a column for each model."""
-    shares = sorted({share for _, share in found})
-    names = list(dict.fromkeys(name for name, _ in found))
-    counts = {share: own[0]["train_images"] for (_, share), own in found.items()}
-    cells = {key: f"{mean(row['test'] for row in own):.2f}" for key, own in found.items()}
-    body = [[f"{counts[share]:,}", *(cells.get((name, share), "") for name in names)] for share in shares]
+def curve_parts(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Split the rows of curves by what training changes: most points first, of equally many the later ones."""
+    found: dict[bool, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(bool(row["config"].get("trivial")), []).append(row)
+    return [own for _, own in sorted(found.items(), key=lambda item: (len(item[1]), item[0]), reverse=True)]
+
+
+def _curves(rows: list[dict[str, Any]]) -> list[str]:
+    """Test accuracy: a row for each share of the training images, a column for each model, a table for each way of training."""
+    return [part for own in curve_parts(rows) for part in (_curve_words(own), _curve(own))]
+
+
+def _curve_words(rows: list[dict[str, Any]]) -> str:
+    steps = sorted(row["steps"] for row in rows)
+    kinds = list(dict.fromkeys(recipe(row) for row in rows))
+    return f"With {steps[0]:,} to {steps[-1]:,} updates; training changes: {' or '.join(kinds)}."
+
+
+def _curve(rows: list[dict[str, Any]]) -> str:
+    shares = sorted({row["share"] for row in rows})
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    cells: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["model"], row["share"]), []).append(row)
+    counts = {share: own[0]["train_images"] for (_, share), own in cells.items()}
+    scores = {key: f"{mean(row['test'] for row in own):.2f}" for key, own in cells.items()}
+    body = [[f"{counts[share]:,}", *(scores.get((name, share), "") for name in names)] for share in shares]
     return table(["training images", *names], body)

@@ -480,4 +480,42 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "vocabulary",
     ),
     "every round is spelled alike": (R + "data/bpe_dropout.py", 'f"{self.seed}/{number}"', 'f"{self.seed}"', "vocabulary"),
+    # what training changes in its images
+    "a pasted rectangle is weighed by its drawn size": (
+        R + "training/image_augmentation.py",
+        "left = 1 - box.to(images.dtype).mean((1, 2, 3))",
+        "left = weight",
+        "image_tasks",
+    ),
+    "of mixed images all are pasted": (
+        R + "training/image_augmentation.py",
+        "both = torch.where(chosen[:, None, None, None], blended.images, pasted.images)",
+        "both = pasted.images",
+        "image_tasks",
+    ),
+    "levels are spread by all pixels": (
+        R + "training/trivial_augment.py",
+        "step = ((levels.shape[2] - brightest) / (GRAY_LEVELS - 1)).floor()",
+        "step = (levels.shape[2] - 0 * brightest) / (GRAY_LEVELS - 1)",
+        "image_tasks",
+    ),
+    "images are turned the other way below": (
+        R + "training/trivial_augment.py",
+        "from_y = (shear_y[..., None] + sin) * x",
+        "from_y = (shear_y[..., None] - sin) * x",
+        "image_tasks",
+    ),
+    # positions, projections
+    "a recurrent position forgets what its gradient needs": (
+        R + "ops/rnn.py",
+        "train = torch.is_grad_enabled()",
+        "train = False",
+        "positions",
+    ),
+    "maps of a long sequence are one product": (
+        R + "mixers/attention.py",
+        "if len(maps) > 1 and x.shape[1] * sum(sizes) >= FURTHEST:",
+        "if len(maps) > 9 and x.shape[1] * sum(sizes) >= FURTHEST:",
+        "places",
+    ),
 }

@@ -17,7 +17,7 @@ from regard.mixers import places as places_module
 from regard.mixers.base import Can, Dims, Mixer, Places, State
 from regard.models import language_model, translator
 from regard.models.translator import WIRINGS
-from regard.ops import dense
+from regard.ops import dense, joined_linear
 
 WIDTH, HEADS = 16, 2
 
@@ -97,6 +97,25 @@ def test_three_maps_in_one_product_are_the_three_maps():
     found = [torch.autograd.grad(sum(y.square().sum() for y in ys), given) for ys in (joint, alone)]
     for mine, theirs in zip((*joint, *found[0]), (*alone, *found[1]), strict=True):
         close(mine, theirs)
+
+
+def test_maps_of_a_sequence_that_kernels_would_not_reach_are_several_products(monkeypatch):
+    """Offsets of 32 bits: six maps of width 512 of a million tokens, side by side, have more elements."""
+    x, maps = tokens().requires_grad_(), [nn.Linear(WIDTH, size).to(DEVICE, torch.float64) for size in (16, 8, 8)]
+    monkeypatch.setattr(attention, "FURTHEST", x.shape[1] * 32)
+    with Names() as names:
+        joint = attention.fused_linear(x, *maps)
+    assert names.seen["addmm"] == 2
+    assert max(y.shape[1] * y.stride(1) for y in joint) < attention.FURTHEST
+    for mine, one in zip(joint, maps, strict=True):
+        close(mine, one(x))
+    q, k, v = (torch.randn(1, 4, 6, 2) for _ in range(3))
+    beside = joined_linear.gradient_buffers(q, k, v)
+    assert len({y.untyped_storage().data_ptr() for y in beside}) == 1
+    monkeypatch.setattr(joined_linear, "FURTHEST", 6 * 12 * 2)
+    apart = joined_linear.gradient_buffers(q, k, v)
+    assert len({y.untyped_storage().data_ptr() for y in apart}) == 3
+    assert [y.shape for y in apart] == [y.shape for y in beside] and all(y.stride() == (48, 2, 8, 1) for y in apart)
 
 
 def test_gradients_by_head_are_copied_once():

@@ -579,9 +579,14 @@ def test_images_are_a_curve_by_number_of_images_and_mechanisms_best_first():
         and "| 450 | 41.00 |  |" in text
         and "| 45,000 | 90.00 | 80.00 |" in text
     )
-    assert text.index("`linear`") < text.index("`softmax`") and "| cnn | 0.3 | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
+    assert text.index("`linear`") < text.index("`softmax`")
+    assert "| cnn | crop, flip | 0.3 | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
     assert "python benchmarks/images.py" in tables_images.image_scores({"rows": []})
     assert make_images.curves(rows) == {"cnn": [(450, 41.0), (45_000, 90.0)], "vit": [(45_000, 80.0)]}
+    other = cell("curve", "vit", 1.0, 85.0) | {"steps": 9000, "config": {"decay": 0.3, "trivial": True}}
+    text = tables_images.image_scores(made | {"rows": [*rows, other]})  # another way of training is another table
+    assert "| 45,000 | 90.00 | 80.00 |" in text and "| 45,000 | 85.00 |" in text and "TrivialAugment" in text
+    assert make_images.curves([*rows, other]) == make_images.curves(rows)
 
 
 def test_a_difference_by_attention_has_an_interval_over_seeds():

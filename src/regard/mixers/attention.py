@@ -19,6 +19,7 @@ from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import CrossState, State
 from regard.ops.joined_linear import joined_linear, product_dtype, takes_joined
+from regard.ops.triton_support import FURTHEST
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -94,6 +95,9 @@ def fused_linear(x: Tensor, *maps: nn.Module, head: int | None = None) -> Sequen
     missing = len(sizes) < len(maps)
     if missing or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
+    if len(maps) > 1 and x.shape[1] * sum(sizes) >= FURTHEST:  # kernels would not reach all of a sequence
+        half = (len(maps) + 1) // 2
+        return [*fused_linear(x, *maps[:half], head=head), *fused_linear(x, *maps[half:], head=head)]
     if head is not None and _joins(x, weights):
         return joined_linear(x, weights, given, head)
     bias = torch.cat(given) if given else None

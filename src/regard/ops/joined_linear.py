@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from regard.ops.bucket.bucket_launch import like_by_token
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import DTYPES, HALVES, has_triton
+from regard.ops.triton_support import DTYPES, FURTHEST, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -69,13 +69,15 @@ def linear_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gradient_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors for the gradients of q (b h n d), k (b g m d) and v (b g m e), laid out as (b n heads d).
 
-    In one buffer, side by side, where q, k and v can be projections of the same tokens by `joined_linear`.
+    In one buffer, side by side, where q, k and v can be projections of the same tokens by `joined_linear`, and kernels reach all
+    of a sequence there.
     """
     tensors = q, k, v
-    if q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
+    heads = [x.shape[1] for x in tensors]
+    far = q.shape[2] * sum(heads) * q.shape[3] >= FURTHEST
+    if far or q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
         dq, dk, dv = (like_by_token(x) for x in tensors)
         return dq, dk, dv
-    heads = [x.shape[1] for x in tensors]
     buffer = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])
     dq, dk, dv = buffer.transpose(1, 2).split_with_sizes(heads, 1)
     return dq, dk, dv

@@ -25,6 +25,7 @@ HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 INSTALLED = find_spec("triton") is not None  # not a cached function: torch.compile cannot trace those
 WIDEST_HEAD = 256  # columns of a head that kernels of softmax attention take
+FURTHEST = 1 << 31  # elements of one sequence that 32-bit offsets of kernels reach
 SMALLEST_DOT = 16  # elements of every dimension of a product in Triton
 
 

@@ -1,7 +1,7 @@
-"""TrivialAugment: each training image is changed by one of fourteen operations, of random strength (Mueller, Hutter 2021,
-arXiv:2103.10158). Constant shapes, on the device of the images, without a branch: a captured step can have it.
+"""Random changes of training images, one of fourteen operations of random strength for each: TrivialAugment.
 
-The ranges are those of RandAugment (Cubuk et al. 2019, arXiv:1909.13719), for images of any size; strengths are continuous.
+Mueller, Hutter 2021, arXiv:2103.10158. Constant shapes, on the device of the images, without a branch: a captured step can have
+it. The ranges are those of RandAugment (Cubuk et al. 2019, arXiv:1909.13719), for images of any size; strengths are continuous.
 Images are floats (b c height width) from 0 to 1. What a geometric operation brings from outside is gray.
 """
 

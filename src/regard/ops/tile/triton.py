@@ -14,11 +14,10 @@ from regard.ops.tile.call import Gradients, HeadPlans, TileCall
 from regard.ops.tile.tile_launch import TritonPass
 from regard.ops.tile.tile_sizes import PairGroup
 from regard.ops.tile.triton_heads import HeadsPass, MixedHeadsPass, kinds_of_heads, mixed_pieces, plans_of_piece
-from regard.ops.triton_support import WIDEST_HEAD, triton_cannot_run
+from regard.ops.triton_support import FURTHEST, WIDEST_HEAD, triton_cannot_run
 from regard.patterns.tile_list import KernelPlan, kernel_items, kernel_plan
 
 WIDEST_FLOAT_HEAD = 128  # the tiles of wider ones do not fit into the shared memory of a multiprocessor
-FURTHEST = 1 << 31  # elements of one head that 32-bit offsets reach
 
 
 class TritonTiles:
