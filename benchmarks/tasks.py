@@ -45,7 +45,7 @@ MIXERS = ("softmax", "Local(8)", "Local(4) | Global(first=1)", "conv", "linear",
 PLAIN = ["mode=teacher_forcing", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
 FEW = [*PLAIN, "steps=1000", "validate_every=500"]  # for all mixers alike
 SMALL = [f"{name}={value}" for name, value in CPU_PRESETS["multi30k"].items()]  # a model for a CPU
-FEW_SMALL = [*SMALL, "steps=900", "warmup=200", "validate_every=300", "save_every=300", "average=1"]  # for all parts alike
+FEW_SMALL = [*SMALL, "steps=800", "warmup=200", "validate_every=400", "save_every=400", "average=1"]  # for all parts alike
 POSITIONS = ("learned", "rotary", "relative", "alibi", "none")  # the model as it is has sinusoidal ones
 PARTS = [*(f"positions={x}" for x in POSITIONS), *(f"wiring={x}" for x in ("each", "both", "mixed")), "norm=post", "mixer=relu"]
 

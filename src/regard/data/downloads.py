@@ -117,4 +117,10 @@ DOWNLOADS = {
         "fsdd",
         ("fsdd", "fsdd_speaker", "fsdd_strings", "fsdd_tts"),
     ),
+    "an4": Download(
+        "an4_sphere.tar.gz, or the folder an4 in it; feat/*.mfc or wav files in its layout do too",
+        "regard.data.an4_download:an4_arrays",
+        "an4",
+        ("an4",),
+    ),
 }

@@ -133,7 +133,8 @@ DATASETS = {
         "AN4 of CMU, spelled words, as 13 cepstra a window",
         "http://www.speech.cs.cmu.edu/databases/an4",
         ["an4_train_mfcc13.npz", "an4_test_mfcc13.npz"],
-        "Arrays: feat (windows, 13) of all utterances, offset (utterances + 1), text, id (folder/speaker/name).",
+        "Arrays: feat (windows, 13) of all utterances, offset (utterances + 1), text, id (folder/speaker/name). "
+        "`regard prepare an4 FILE` writes them from an4_sphere.tar.gz.",
     ),
 }
 

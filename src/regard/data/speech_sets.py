@@ -15,7 +15,8 @@ from regard.data.locate import file
 from regard.data.text_files import DataError, read_binary, why_no_archive, why_no_array
 from regard.data.wav_files import Recording, parse_wav
 
-AN4_CEPSTRA = 13
+AN4_CEPSTRA, AN4_MELS = 13, 40
+AN4_RATE, AN4_RANGE = 16_000, (130.0, 6800.0)  # samples a second, and the Hz of its filters
 FSDD_NAME = re.compile(r"(\d)_([a-z]+)_(\d+)\.wav")
 AN4_HELD_OUT = 9  # every ninth voice of the training part is for validation
 

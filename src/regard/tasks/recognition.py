@@ -14,7 +14,7 @@ from regard.data.batch import BEGIN, END, UNKNOWN, Batch, padded, shifted
 from regard.data.locate import find
 from regard.data.speech_augment import change_tempo
 from regard.data.speech_features import with_slopes
-from regard.data.speech_sets import CepstraText, SpokenDigit, read_an4, read_fsdd
+from regard.data.speech_sets import AN4_RANGE, AN4_RATE, CepstraText, SpokenDigit, read_an4, read_fsdd
 from regard.data.token_labels import token_labels
 from regard.data.vocabulary import FIRST_TEXT_ID, Characters, vocabulary
 from regard.data.wav_files import Recording
@@ -202,8 +202,8 @@ class RecognitionTask(SpeechTask):
 class An4Task(RecognitionTask):
     """Spelled words, names and numbers. The data set has cepstra only; those of a wav file are computed in the same ranges."""
 
-    wav_rate = 16_000
-    mel_range = (130.0, 6800.0)
+    wav_rate = AN4_RATE
+    mel_range = AN4_RANGE
 
     def __init__(self, config: Recognition) -> None:
         super().__init__(config)
