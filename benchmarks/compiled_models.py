@@ -106,12 +106,10 @@ def measure_compiled(
         left_out = {job.n: reasons[_eager_key(job)] for job in jobs if _eager_key(job) in reasons}
         record["rows"] += [series.row(job.n) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
         lengths = [job.n for job in jobs if job.n not in left_out]
-        for place, part in enumerate(([n for n in lengths if n < LAST_LENGTHS], [n for n in lengths if n >= LAST_LENGTHS])):
+        for part in ([n for n in lengths if n < LAST_LENGTHS], [n for n in lengths if n >= LAST_LENGTHS]):
             if part:
-                late = (
-                    not series.dynamic and part[0] >= LARGE_PASS
-                )  # it compiles a large pass while all others wait for their turn
-                rounds[1 if late else place].append(of_lengths(series, tuple(part)))
+                own = of_lengths(series, tuple(part))
+                rounds[comes_late(own)].append(own)
     rounds[1].sort(key=lambda series: not series.dynamic)
     for work, count in zip(rounds, (processes, processes, 1), strict=True):
         for done, (series, row) in enumerate(measured_by(count, work, beside, end), 1):
@@ -144,6 +142,11 @@ def measured_by(processes: int, work: list[Series], beside: Sequence[int], end: 
                 yield work[place], row
         if waiting:
             clock.lock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
+
+
+def comes_late(series: Series) -> bool:
+    """Return whether a series needs most of the memory, or would compile a large pass while others wait for their turn."""
+    return series.lengths[0] >= (LAST_LENGTHS if series.dynamic else LARGE_PASS)
 
 
 def has_no_room(row: Measured) -> bool:
