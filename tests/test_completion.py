@@ -21,7 +21,7 @@ from regard.tasks import TASKS
         ("regard train saw --mixer gl", ["gla"]),
         ("regard train saw --dev", ["--device"]),
         ("regard train ewt --preset c", ["cpu"]),
-        ("regard train cifar10 --preset c", ["cnn"]),
+        ("regard train cifar10 --preset c", ["cnn", "cct"]),
         ("regard tasks multi30k --preset c", ["cpu"]),
         ("regard bench --mixers bi", ["bigbird"]),
         ("regard compare --mixers bi", ["bigbird"]),
