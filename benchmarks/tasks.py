@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,15 @@ class Row:
 MIXERS = ("softmax", "Local(8)", "Local(4) | Global(first=1)", "conv", "linear", "synthesizer", "performer", "gla")
 PLAIN = ["mode=teacher_forcing", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
 FEW = [*PLAIN, "steps=1000", "validate_every=500"]  # for all mixers alike
-SMALL = [f"{name}={value}" for name, value in CPU_PRESETS["multi30k"].items()]  # a model for a CPU
-FEW_SMALL = [*SMALL, "steps=800", "warmup=200", "validate_every=400", "save_every=400", "average=1"]  # for all parts alike
+SMALL = CPU_PRESETS["multi30k"]  # a model for a CPU
+FEW_SMALL = {**SMALL, "steps": 800, "warmup": 200, "validate_every": 400, "save_every": 400, "average": 1}  # for all parts alike
+SIZES = ("width", "depth", "ffn", "vocab", "dropout")  # of it, which further training keeps
 POSITIONS = ("learned", "rotary", "relative", "alibi", "none")  # the model as it is has sinusoidal ones
 PARTS = [*(f"positions={x}" for x in POSITIONS), *(f"wiring={x}" for x in ("each", "both", "mixed")), "norm=post", "mixer=relu"]
+
+
+def sets_of(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items()]
 
 
 def rows() -> list[Row]:
@@ -59,9 +65,9 @@ def rows() -> list[Row]:
             many.append(Row(f"multi30k {name} {seed}", "translate", "multi30k", [f"seed={seed}", *sets], scored=scored))
     many.append(Row("multi30k cased", "translate", "multi30k", ["lower=false"]))
     many += [Row(f"multi30k {mixer}", "mixers", "multi30k", [f"mixer={mixer}", *FEW]) for mixer in MIXERS]
-    many += [Row("multi30k as it is", "parts", "multi30k", FEW_SMALL)]
-    many += [Row(f"multi30k {part}", "parts", "multi30k", [part, *FEW_SMALL]) for part in PARTS]
-    many += [Row(SMALL_TEACHER, "small", "multi30k", SMALL)]
+    many += [Row("multi30k as it is", "parts", "multi30k", sets_of(FEW_SMALL))]
+    many += [Row(f"multi30k {part}", "parts", "multi30k", [part, *sets_of(FEW_SMALL)]) for part in PARTS]
+    many += [Row(SMALL_TEACHER, "small", "multi30k", sets_of(SMALL))]
     many += [Row(f"ewt {seed}", "tag", "ewt", [f"seed={seed}"]) for seed in SEEDS]
     many += [Row(f"imdb {seed}", "sentiment", "imdb", [f"seed={seed}"]) for seed in SEEDS]
     many += [Row(f"imdb softmax {seed}", "sentiment", "imdb", ["mixer=softmax", f"seed={seed}"]) for seed in SEEDS]
@@ -88,7 +94,7 @@ def rows() -> list[Row]:
     modes = ("teacher_forcing", "two_pass", "parallel", "scheduled", "free_running", "self_critical", "minimum_risk")
     for mode in modes:
         many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*then, "save_every=300", f"mode={mode}"], teacher))
-    sizes = [text for text in SMALL if text.partition("=")[0] in ("width", "depth", "ffn", "vocab", "dropout")]
+    sizes = sets_of({name: SMALL[name] for name in SIZES})
     for mode in modes:
         sets = [*sizes, *then, "save_every=300", f"mode={mode}"]
         many.append(Row(f"multi30k small then {mode}", "modes", "multi30k", sets, SMALL_TEACHER))

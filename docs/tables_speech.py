@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from tables_base import Made, not_yet, table
@@ -76,7 +76,7 @@ def _decoding(settings: dict[str, Any]) -> str:
 
 
 def _recognised(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
-    """Errors of words and characters by model and by how its answers are found: means over seeds."""
+    """Errors of words and characters by model and by how its answers are found: means over seeds, and their deviation."""
     if not rows:
         return ""
     by: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -85,8 +85,8 @@ def _recognised(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -
             by.setdefault((_named(row), _decoding(one["settings"])), []).append({**row, "test": one["scores"]})
     body = []
     for (name, how), own in by.items():
-        scores = [f"{mean(row['test'][score] for row in own):.1f}" for score in ("wer", "cer")]
-        val = f"{mean(row['val']['wer'] for row in own):.1f}"
+        scores = [_spread([row["test"][score] for row in own]) for score in ("wer", "cer")]
+        val = _spread([row["val"]["wer"] for row in own])
         size, minutes = f"{own[0]['parameters'] / 1e6:.1f} M", f"{mean(row['seconds'] for row in own) / 60:.0f}"
         body.append([name, how, len(own), size, f"{own[0]['steps']:,}", minutes, val, *scores])
     for what in ("nearest utterance", "most frequent word"):
@@ -94,6 +94,10 @@ def _recognised(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -
             body.append([f"floor: {what}", "", "", "", "", "", "", f"{floor['wer']:.1f}", f"{floor['cer']:.1f}"])
     head = ["`an4`", "answers by", "seeds", "parameters", "updates", "minutes", "WER, validation, greedy", "WER", "CER"]
     return table(head, body)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def _ahead(rows: list[dict[str, Any]]) -> str:
