@@ -52,6 +52,12 @@ POSITIONS = ("learned", "rotary", "relative", "alibi", "none")  # the model as i
 PARTS = [*(f"positions={x}" for x in POSITIONS), *(f"wiring={x}" for x in ("each", "both", "mixed")), "norm=post", "mixer=relu"]
 
 
+BOARD = {"width": 32, "depth": 6, "precision": "32", "batch_tokens": 361 * 32, "steps": 3000, "lr": 2e-3}  # for a CPU, all alike
+BOARD |= {"validate_every": 1000, "save_every": 500}
+READERS = {"heads": 2, "ffn": 128}  # of nets with attention
+BOARDS = {"conv": {}, "pooled": {}, "hybrid": {**READERS, "every": 3}, "attention": READERS}
+
+
 def sets_of(settings: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
@@ -79,6 +85,9 @@ def rows() -> list[Row]:
     nets = ("conv", "pooled", "hybrid", "attention")
     brief = [f"batch_tokens={361 * 256}", "steps=6000", "validate_every=1000"]  # of one network on a shared GPU
     many += [Row(f"go {net}", "go", "go", [f"net={net}", *brief], scored=([], ["views=8"])) for net in nets]
+    for seed in (1, 2):
+        for net, own in BOARDS.items():
+            many.append(Row(f"go small {net} {seed}", "boards", "go", [f"net={net}", f"seed={seed}", *sets_of(BOARD | own)]))
     teacher = "multi30k rdrop 1"
     ctc, taught = ["decoder=ctc(upsample=2)", "mode=rdrop(alpha=3)"], ["init_from={after}", "distilled={after}.taught"]
     short = ["batch_tokens=4096", "steps=4000", "lr=1e-3", "validate_every=2000"]
