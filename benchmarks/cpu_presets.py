@@ -19,7 +19,7 @@ from common import RESULTS, Progress
 from regard.bench.machine import made_with, write_record
 from regard.tasks import TASKS
 
-MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
+MAIN = [sys.executable, "-m", "regard"]
 PRESET = "cpu"
 SPLITS = {"shakespeare": "val"}  # the others have a test
 

@@ -46,7 +46,7 @@ ORDER = (
     *("_version", "checks", "synonyms", "text", "options", "transforms", "cache", "installed_mechanisms", "data", "arena"),
     *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "own_mechanism", "spec"),
     *("blocks", "analysis", "laws", "modules", "config", "models", "runtime", "decoding"),
-    *("scores", "training", "tasks", "pretrained", "hf", "bench", "plots", "compare", "api", "__init__", "cli"),
+    *("scores", "training", "tasks", "pretrained", "hf", "bench", "plots", "compare", "api", "__init__", "cli", "__main__"),
 )
 REPEATABLE = {"__init__", "reference", "torch", "triton", "triton_kernels"}
 _WORDS = """

@@ -31,7 +31,7 @@ def losses(checkout: Path, task: str, mixer: str, steps: int) -> list[Any]:
         out = Path(folder) / "run"
         pairs = {**SMALL, "steps": steps, "validate_every": 5, "save_every": steps}
         settings = [word for key, value in pairs.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "regard_command", "train", task, "--mixer", mixer, *settings]
+        command = [sys.executable, "-m", "regard", "train", task, "--mixer", mixer, *settings]
         env = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, "--out", str(out)], env=env, cwd=folder, capture_output=True, text=True)
         if done.returncode:

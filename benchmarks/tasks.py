@@ -22,7 +22,7 @@ from typing import Any
 from common import RESULTS, Progress, save
 from regard.tasks.presets import CPU_PRESETS
 
-MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
+MAIN = [sys.executable, "-m", "regard"]
 SEEDS = (1, 2, 3)
 STEADY = ("translate", "mixers", "parts", "language", "copy", "parse", "go", "parallel")  # groups whose passes are alike
 SMALL_TEACHER = "multi30k small"

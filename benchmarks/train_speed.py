@@ -53,7 +53,7 @@ def train(mixer: str, form: str, settings: dict[str, Any], data: Path, seconds: 
         out = Path(folder) / "run"
         pairs = settings | {"validate_every": settings["steps"], "save_every": settings["steps"], "graphs": form == "graphs"}
         words = [word for key, value in pairs.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "regard_command", "train", "shakespeare", "--mixer", mixer, *words]
+        command = [sys.executable, "-m", "regard", "train", "shakespeare", "--mixer", mixer, *words]
         done = subprocess.run(
             [*command, "--data", str(data), "--out", str(out)], capture_output=True, text=True, check=False, timeout=seconds
         )

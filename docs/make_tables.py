@@ -256,6 +256,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "decodings": lambda: real.decodings(if_there("tasks")),
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
+        "boards": lambda: real.boards(if_there("tasks")),
         "cora": lambda: tables_graphs.cora(if_there("cora")),
         "tox21": lambda: tables_graphs.tox21(if_there("tox21")),
         "images": lambda: tables_images.image_scores(if_there("images")),

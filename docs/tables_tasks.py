@@ -379,6 +379,43 @@ def _cell(key: str, values: list[float | None]) -> str:
     return mean(values, digits=4 if key in ("loss", "bits") else 2)
 
 
+BOARD_POINTS = 19 * 19
+BOARD_SCORES = ("top5", "top1_moves_1_50", "top1_moves_51_150", "top1_moves_151_on")
+
+
+def boards(made: Made) -> str:
+    """Small networks over a board of Go, alike but for what reads it: means over seeds, differences from convolutions alone."""
+    rows = of(made, "boards")
+    if not rows:
+        return measure("boards")
+    by_net: dict[str, list[Row]] = {}
+    for row in rows:
+        by_net.setdefault(row["settings"]["net"], []).append(row)
+    plain = {row["settings"]["seed"]: answered(row)["scores"]["top1"] for row in by_net.get("conv", [])}
+    body = []
+    for net, own in by_net.items():
+        scores = [", ".join(f"{answered(row)['scores']['top1']:.2f}" for row in own)]
+        scores += [mean(answered(row)["scores"].get(key) for row in own) for key in BOARD_SCORES]
+        both = [row for row in own if net != "conv" and row["settings"]["seed"] in plain]
+        away = [answered(row)["scores"]["top1"] - plain[row["settings"]["seed"]] for row in both]
+        against = ", ".join(f"{value:+.2f}" for value in away)
+        took = short(statistics.mean(row["seconds"] for row in own))
+        body.append([code(f"net={net}"), len(own), millions(own[0]), *scores, against, took])
+    head = [
+        "",
+        "seeds",
+        "parameters",
+        "top-1, %, by seed",
+        *(NAMES[key] for key in BOARD_SCORES),
+        "top-1 against `net=conv`",
+        "seconds",
+    ]
+    settings = rows[0]["settings"]
+    size, boards_each = f"Width {settings['width']}, {settings['depth']} blocks", settings["batch_tokens"] // BOARD_POINTS
+    about = f"{size}, {rows[0]['steps']:,} updates of {boards_each} boards; mean over seeds ± their deviation."
+    return f"{about} {made_with(made, rows)}\n\n{table(head, body)}"
+
+
 def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 

@@ -317,7 +317,7 @@ def test_one_answer_stays_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_true_process_answers_each_line_as_it_comes(folder: Path) -> None:
-    command = [sys.executable, "-c", "from regard.cli import main; main()", "predict", str(folder), "-"]
+    command = [sys.executable, "-m", "regard", "predict", str(folder), "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         for line, expected in ((b"a b c\n", answered(folder, "a b c")), (b"\n", [""]), (b"d\n", answered(folder, "d"))):

@@ -16,8 +16,12 @@ SRC = Path(__file__).parents[1] / "src"
 
 
 def python(script: str, *words: str) -> subprocess.CompletedProcess:
+    return process("-c", script, *words)
+
+
+def process(*words: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, check=False)
 
 
 def test_the_package_loads_neither_torch_nor_a_compiler():
@@ -64,6 +68,12 @@ except SystemExit as ended:
     done = python(script, *words)
     assert done.stderr in ("0 False False", "None False False"), done.stderr
     assert done.stdout
+
+
+def test_the_command_is_a_module_too():
+    asked, refused = process("-m", "regard", "list", "--json"), process("-m", "regard", "show", "nothing")
+    assert asked.returncode == 0 and "softmax" in asked.stdout and asked.stderr == ""
+    assert refused.returncode == 2 and "nothing" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_the_table_of_mechanisms_is_that_of_the_catalogue():

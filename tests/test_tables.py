@@ -99,7 +99,7 @@ FLOORS = {"rows": [floor(task, 10 + number) for number, task in enumerate(("mult
 
 def all_of(made, speeds=NO_SPEEDS, floors=FLOORS):
     parts = [tables.translation(made, floors), tables.parts(made), tables.decodings(made), tables.parallel(made, speeds)]
-    text = "\n\n".join([*parts, tables.tasks(made, floors)])
+    text = "\n\n".join([*parts, tables.tasks(made, floors), tables.boards(made)])
     for line, after in re.findall(r"^(\|.*)\n(?=(\|.*))", text, re.MULTILINE):
         cells = [x.replace(r"\|", "").count("|") for x in (line, after)]
         assert cells[0] == cells[1], "all lines of a table have as many cells"
@@ -130,7 +130,8 @@ def test_nothing_measured_is_one_sentence_for_each_table_that_says_how():
     assert "|" not in text
     assert text.count("python benchmarks/floors.py") == 1 + len(tables.OTHERS), "a floor for every task"
     groups = set(re.findall(r"[a-z]+", " ".join(re.findall(r"--only ([a-z ]+)`", text))))
-    assert groups == {"translate", "mixers", "parts", "tag", "sentiment", "language", "copy", "parse", "go", "parallel", "modes"}
+    named = {"translate", "mixers", "parts", "tag", "sentiment", "language", "copy", "parse", "go", "boards", "parallel", "modes"}
+    assert groups == named
     assert "python benchmarks/nat_speed.py" in text
 
 
@@ -213,6 +214,18 @@ def test_parts_are_compared_with_the_model_as_it_is_after_as_many_updates(made):
     assert line_of(tables.parts(without(made, plain["name"])), "`norm=post`")[2] == "", "not with a softmax of another group"
     assert "wiring=both" not in tables.decodings(made), "the average over all of a short run is of no interest"
     assert tables.parts({"rows": []}) == f"{NOT_YET}: `python benchmarks/tasks.py --work runs/tasks --only parts`."
+
+
+def test_networks_over_a_board_are_compared_with_convolutions_of_the_same_seed(made):
+    rows = {row["name"]: row for row in made["rows"] if row["group"] == "boards"}
+    text = tables.boards(made)
+    assert text.startswith("Width 32, 6 blocks, 3,000 updates of 32 boards")
+    top1 = {name: tables.answered(row)["scores"]["top1"] for name, row in rows.items()}
+    away = [f"{top1[f'go small pooled {seed}'] - top1[f'go small conv {seed}']:+.2f}" for seed in (1, 2)]
+    cells = line_of(text, "`net=pooled`")
+    assert cells[1] == "2" and cells[-2] == ", ".join(away)
+    assert line_of(text, "`net=conv`")[-2] == ""
+    assert line_of(tables.boards(without(made, "go small conv 2")), "`net=pooled`")[-2] == away[0], "seed 2 has nothing beside it"
 
 
 def test_seeds_of_each_settings_have_a_mean_of_their_own(made):
