@@ -33,7 +33,7 @@ from regard.training.learner import Learner
 from regard.training.loop import matmul_precision
 
 HEADS: dict[str, dict[str, Any]] = {
-    "queries": {"head": "queries"},
+    "queries": {"head": "queries", "begin": "learned"},
     "cells": {"head": "queries", "begin": "cells"},
     "dense": {"head": "dense"},
 }

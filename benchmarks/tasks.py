@@ -207,7 +207,7 @@ def main() -> None:
     run(chosen, asked.work.resolve(), asked.device, asked.jobs, asked.limit, asked.graphs)
     path = RESULTS / "tasks.json"
     kept = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
-    kept |= {row.name: line for row in chosen if (line := found(asked.work.resolve(), row))}
+    kept |= {row.name: {**line, "jobs": asked.jobs} for row in chosen if (line := found(asked.work.resolve(), row))}
     done = save("tasks", {"jobs": asked.jobs, "graphs": asked.graphs}, [kept[row.name] for row in known if row.name in kept])
     print(f"{len(kept)} of {len(known)} rows are in {done}; the tables: make tables")
 

@@ -94,16 +94,13 @@ def millions(row: Row) -> str:
     return "" if row["parameters"] is None else f"{row['parameters'] / 1e6:.2f} M"
 
 
-def made_with(made: Made, rows: list[Row]) -> str:
-    """Where rows were made, by what they say of themselves; older ones are silent, and the file speaks for them.
+def made_with(rows: list[Row]) -> str:
+    """Where rows were made, by what they record themselves.
 
     Runs that share a machine wait for one another, so their seconds are no more than a hint.
     """
-    jobs = made["settings"]["jobs"]
-    device, torch, commit = (
-        ", ".join(dict.fromkeys(brief(row.get(name) or made["made_with"][name]) for row in rows))
-        for name in ("device", "torch", "commit")
-    )
+    device, torch, commit = (", ".join(dict.fromkeys(brief(row[name]) for row in rows)) for name in ("device", "torch", "commit"))
+    jobs = max(row["jobs"] for row in rows)
     shared = f"; up to {jobs} runs at a time shared it, and seconds count that" if jobs > 1 else ""
     return f"({device}, torch {torch}, commit {commit}{shared}.)"
 
@@ -146,7 +143,7 @@ def translation(made: Made, floors: Made) -> str:
     parts += _no_floors(low)
     parts += [signatures(rows)] if rows else []
     parts += [_mixers(rows, mixed) if mixed else f"The same model with another mixer: {measure('mixers')}"]
-    return "\n\n".join([*parts, *([made_with(made, rows + mixed)] if rows + mixed else [])])
+    return "\n\n".join([*parts, *([made_with(rows + mixed)] if rows + mixed else [])])
 
 
 def _plain(rows: list[Row]) -> list[Row]:
@@ -214,7 +211,7 @@ def parts(made: Made) -> str:
         body.append([code(named), f"{bleu(row):.2f}", against, mean([watched(row)]), millions(row), short(row["seconds"])])
     many = ", ".join(dict.fromkeys(f"{row['steps']:,}" for row in rows))
     head = ["", "BLEU", "against the model as it is", "on validation, greedily", "parameters", "seconds"]
-    return f"{many} updates each. {made_with(made, rows)}\n\n{table(head, body)}"
+    return f"{many} updates each. {made_with(rows)}\n\n{table(head, body)}"
 
 
 def decodings(made: Made) -> str:
@@ -345,7 +342,7 @@ def tasks(made: Made, floors: Made) -> str:
         parts += [" ".join([about, *([] if rows else [measure(group)]), *_no_floors(low)])]
         parts += [_scored(rows, low)] if rows or low else []
         shown += rows
-    return "\n\n".join([*parts, *([made_with(made, shown)] if shown else [])])
+    return "\n\n".join([*parts, *([made_with(shown)] if shown else [])])
 
 
 def _scored(rows: list[Row], floors: list[Row]) -> str:
@@ -413,7 +410,7 @@ def boards(made: Made) -> str:
     settings = rows[0]["settings"]
     size, boards_each = f"Width {settings['width']}, {settings['depth']} blocks", settings["batch_tokens"] // BOARD_POINTS
     about = f"{size}, {rows[0]['steps']:,} updates of {boards_each} boards; mean over seeds ± their deviation."
-    return f"{about} {made_with(made, rows)}\n\n{table(head, body)}"
+    return f"{about} {made_with(rows)}\n\n{table(head, body)}"
 
 
 def _threads(count: int) -> str:

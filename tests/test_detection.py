@@ -415,3 +415,13 @@ def test_its_benchmark_goes_on_where_the_time_was_over(folder, tmp_path, monkeyp
     assert "is kept at update" in capsys.readouterr().out
     parts = json.loads(out.read_text())
     assert [row["test"] for row in parts["rows"]] == [row["test"] for row in whole["rows"]] and len(parts["rows"]) == 6
+
+
+@pytest.mark.parametrize("preset", [None, "cpu"])
+def test_its_benchmark_compares_three_heads_whatever_a_preset_begins_with(preset, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import detection
+
+    made = [config("detect", preset).replace(changes) for changes in detection.HEADS.values()]
+    assert [x.head for x in made] == ["queries", "queries", "dense"]
+    assert [x.begin for x in made[:2]] == ["learned", "cells"]

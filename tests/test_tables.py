@@ -55,12 +55,12 @@ def made(tmp_path_factory):
     for number, row in enumerate(bench["rows"]()):
         before = str(work / bench["slug"](row.after)) if row.after else ""
         finished(work / bench["slug"](row.name), row, [text.replace("{after}", before) for text in row.sets], 30 + number)
-        rows.append(bench["found"](work, row))
+        rows.append(bench["found"](work, row) | {"jobs": 4})
     return record(rows)
 
 
-def record(rows, jobs=4):
-    return {"settings": {"jobs": jobs, "graphs": True}, "made_with": MADE_WITH, "rows": rows}
+def record(rows):
+    return {"settings": {"jobs": 4, "graphs": True}, "made_with": MADE_WITH, "rows": rows}
 
 
 def finished(folder, row, sets, value):
@@ -82,7 +82,7 @@ def finished(folder, row, sets, value):
         signatures = {name: f"case:lc|{name}" for name in names if name.startswith("bleu")}
         line = {"split": row.split, "settings": told, "scores": scores, "signatures": signatures}
         kept = [*(x for x in kept if x["settings"] != told), line]
-    about = {"parameters": 9_000_000, "device": "a GPU"}
+    about = {"parameters": 9_000_000, **MADE_WITH}
     for name, data in {"result": result, "run": about, "config": config.to_json(), "scores": kept}.items():
         (folder / f"{name}.json").write_text(json.dumps(data))
 
@@ -247,19 +247,24 @@ def test_floors_that_a_run_records_are_in_their_own_lines_alone(made):
     assert "77.77" not in text and text == tables.tasks({**made, "rows": [go]}, FLOORS)
 
 
-def test_a_run_says_where_it_was_made_and_the_file_speaks_for_one_that_does_not(made):
-    silent, told = made["rows"][0], made["rows"][1] | {"torch": "3.0", "commit": "0123456" + "f" * 33 + "+changes"}
-    assert "(a GPU, torch 2.0, 3.0, commit abc, 0123456+changes;" in tables.made_with(made, [silent, told, silent])
-    told |= {"data": {"examples": 29_000, "tokens": 400_000}}
-    assert tables.learned_from([silent, told]) == ", 29,000 examples an epoch"
-    assert tables.learned_from([silent]) == ""
+def test_rows_of_several_machines_are_each_told_where_they_were_made(made):
+    first, other = made["rows"][0], made["rows"][1] | {"device": "cpu", "torch": "3.0", "jobs": 1}
+    other |= {"commit": "0123456" + "f" * 33 + "+changes"}
+    assert tables.made_with([other]) == "(cpu, torch 3.0, commit 0123456+changes.)"
+    assert tables.made_with([first, other, first]).startswith("(a GPU, cpu, torch 2.0, 3.0, commit abc, 0123456+changes; up to 4")
+    other |= {"data": {"examples": 29_000, "tokens": 400_000}}
+    assert tables.learned_from([first, other]) == ", 29,000 examples an epoch"
+    assert tables.learned_from([first]) == ""
 
 
 def test_a_signature_is_said_once_and_shared_machines_are_told(made):
     text = tables.translation(made, FLOORS)
     assert text.count("`case:lc|bleu`") == 1
     assert "up to 4 runs at a time" in text
-    assert "at a time" not in tables.translation({**made, "settings": {"jobs": 1, "graphs": True}}, FLOORS)
+    alone = [row | {"jobs": 1} for row in made["rows"]]
+    assert "at a time" not in tables.translation(record(alone), FLOORS)
+    later = {**made, "settings": {"jobs": 1, "graphs": False}, "made_with": {**MADE_WITH, "device": "another"}}
+    assert tables.translation(later, FLOORS) == text, "a later call on another machine changes nothing about earlier rows"
 
 
 def test_further_training_is_compared_with_the_run_it_began_from(made):
