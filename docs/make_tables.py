@@ -255,7 +255,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "parts": lambda: real.parts(if_there("tasks")),
         "decodings": lambda: real.decodings(if_there("tasks")),
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
-        "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
+        "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors"), if_there("cpu_presets")),
         "boards": lambda: real.boards(if_there("tasks")),
         "cora": lambda: tables_graphs.cora(if_there("cora")),
         "tox21": lambda: tables_graphs.tox21(if_there("tox21")),

@@ -333,21 +333,24 @@ def _speeds(made: Made) -> str:
     return text + table(["run", "", "BLEU", "ms", "tokens a second", "answers as the model's, %", *against], body)
 
 
-def tasks(made: Made, floors: Made) -> str:
-    """One table for each task, with all scores that it has, and its floors."""
+def tasks(made: Made, floors: Made, small: Made) -> str:
+    """One table for each task, with all scores that it has, those of its preset for a CPU and its floors."""
     parts, shown = [], list[Row]()
     for name, group in OTHERS.items():
         rows, low = [row for row in of(made, group) if row["task"] == name], floors_of(floors, name)
+        presets = [row for row in small["rows"] if row["task"] == name]
         about = f"`{name}`: {TASKS[name].summary} (data: `{TASKS[name].data}`{learned_from(rows)})."
-        parts += [" ".join([about, *([] if rows else [measure(group)]), *_no_floors(low)])]
-        parts += [_scored(rows, low)] if rows or low else []
+        absent = "The model as it is: n" + measure(group)[1:] if presets else measure(group)
+        parts += [" ".join([about, *([] if rows else [absent]), *_no_floors(low)])]
+        parts += [_scored(rows, presets, low)] if rows or presets or low else []
         shown += rows
     return "\n\n".join([*parts, *([made_with(shown)] if shown else [])])
 
 
-def _scored(rows: list[Row], floors: list[Row]) -> str:
+def _scored(rows: list[Row], presets: list[Row], floors: list[Row]) -> str:
     found = [answered(row) for row in rows]
-    keys = list(dict.fromkeys(key for x in [*found, *floors] for key in x["scores"] if not key.startswith("floor")))  # own lines
+    all_scores = [x["scores"] for x in [*found, *presets, *floors]]
+    keys = list(dict.fromkeys(key for scores in all_scores for key in scores if not key.startswith("floor")))  # own lines
     body = [
         [
             ", ".join(row["sets"]) or "as it is",
@@ -366,6 +369,10 @@ def _scored(rows: list[Row], floors: list[Row]) -> str:
             took = short(statistics.mean(row["seconds"] for row in own))
             name = f"mean of {len(own)} ± their deviation" + (f", {how}" if how != "as it is" else "")
             body.append([name, *cells, several[0]["split"], "", "", took])
+    for row in presets:
+        cells = [_cell(key, [row["scores"].get(key)]) for key in keys]
+        took = f"{row['minutes'] * 60:.0f} (CPU, {_threads(row['threads'])})"
+        body.append(["`--preset cpu`", *cells, row["split"], millions(row), f"{row['updates']:,}", took])
     body += floor_lines(floors, keys, lambda x: [x["split"], "", "", ""])
     return table(["", *(NAMES.get(key, key) for key in keys), "on", "parameters", "steps", "seconds"], body)
 

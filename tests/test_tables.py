@@ -36,7 +36,7 @@ NOT_YET = "Not measured yet"
 MADE_WITH = {"torch": "2.0", "commit": "abc", "device": "a GPU"}
 SPEED = {"name": "ctc", "way": "ready", "bleu": 30.0, "ms_per_sentence": 1.5, "tokens_per_second": 9000.0, "same": 0.995}
 SPEED |= {"speedup_model_greedy": 5.0, "speedup_ready_greedy": None}
-NO_SPEEDS = NO_FLOORS = {"rows": []}
+NO_SPEEDS = NO_FLOORS = NO_PRESETS = {"rows": []}
 SPEEDS = (("eager", 1, 1, 50.0), ("captured", 1, 8, 2000.0), ("captured", 2, 4, 1500.0))
 SCORES = {"ewt": ["accuracy", "words"], "imdb": ["accuracy", "texts"], "shakespeare": ["loss", "bits"]}
 SCORES |= {"gum": ["f1", "sentences"], "go": ["top1", "positions"]}
@@ -97,9 +97,9 @@ def floor(task, value, split="test"):
 FLOORS = {"rows": [floor(task, 10 + number) for number, task in enumerate(("multi30k", *tables.OTHERS))]}
 
 
-def all_of(made, speeds=NO_SPEEDS, floors=FLOORS):
+def all_of(made, speeds=NO_SPEEDS, floors=FLOORS, presets=NO_PRESETS):
     parts = [tables.translation(made, floors), tables.parts(made), tables.decodings(made), tables.parallel(made, speeds)]
-    text = "\n\n".join([*parts, tables.tasks(made, floors), tables.boards(made)])
+    text = "\n\n".join([*parts, tables.tasks(made, floors, presets), tables.boards(made)])
     for line, after in re.findall(r"^(\|.*)\n(?=(\|.*))", text, re.MULTILINE):
         cells = [x.replace(r"\|", "").count("|") for x in (line, after)]
         assert cells[0] == cells[1], "all lines of a table have as many cells"
@@ -155,7 +155,7 @@ def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
 def test_seeds_have_a_mean_and_one_seed_has_none(made):
     text = tables.translation(made, FLOORS)
     assert line_of(text, "mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
-    assert "mean of 3" in tables.tasks(made, FLOORS)
+    assert "mean of 3" in tables.tasks(made, FLOORS, NO_PRESETS)
     alone = without(
         made,
         *(
@@ -164,7 +164,7 @@ def test_seeds_have_a_mean_and_one_seed_has_none(made):
             for seed in (2, 3)
         ),
     )
-    text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS)
+    text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS, NO_PRESETS)
     assert "mean" not in text
     assert "±" not in text
 
@@ -176,7 +176,16 @@ def test_every_task_has_its_floors_under_its_runs_with_the_scores_that_they_have
     assert line_of(text, "floor: no network for shakespeare")[1:3] == ["13.0000", "13.0000"]
     assert line_of(text, "floor: no network for wikisql")[1:5] == ["", "15.00", "15.00", ""], "it has no loss"
     several = {"rows": [floor("ewt", 20), floor("ewt", 21) | {"floor": "another"}]}
-    assert line_of(tables.tasks(made, several), "floor: another")[1] == "21.00"
+    assert line_of(tables.tasks(made, several, NO_PRESETS), "floor: another")[1] == "21.00"
+
+
+def test_the_preset_for_a_cpu_stands_beside_the_runs_of_its_task(made):
+    row = {"task": "gum", "split": "test", "minutes": 31.4, "threads": 1, "updates": 4000, "parameters": 1_234_567}
+    row["scores"] = {"f1": 69.18, "sentences": 1464.0, "floor": 12.7}
+    cells = line_of(tables.tasks(made, FLOORS, {"rows": [row]}), "`--preset cpu`")
+    assert cells == ["`--preset cpu`", "69.18", "1,464", "test", "1.23 M", "4,000", "1884 (CPU, 1 thread)"]
+    untrained = tables.tasks(NO_SPEEDS, FLOORS, {"rows": [row]})
+    assert line_of(untrained, "`--preset cpu`")[1] == "69.18" and "--only parse" in untrained
 
 
 def test_floors_are_shown_before_anything_is_trained_and_missed_when_they_are_not_there(made):
@@ -229,7 +238,7 @@ def test_networks_over_a_board_are_compared_with_convolutions_of_the_same_seed(m
 
 
 def test_seeds_of_each_settings_have_a_mean_of_their_own(made):
-    text = tables.tasks(made, FLOORS)
+    text = tables.tasks(made, FLOORS, NO_PRESETS)
     for name, how in (("imdb", ""), ("imdb softmax", ", `mixer=softmax`")):
         found = [
             tables.answered(row)["scores"]["accuracy"] for row in made["rows"] if re.fullmatch(rf"{name} [123]", row["name"])
@@ -243,8 +252,8 @@ def test_seeds_of_each_settings_have_a_mean_of_their_own(made):
 def test_floors_that_a_run_records_are_in_their_own_lines_alone(made):
     go = next(row for row in made["rows"] if row["name"] == "go conv")
     beside = [{**x, "scores": {**x["scores"], "floor": 77.77, "floor_drawn": 0.42}} for x in go["scores"]]
-    text = tables.tasks({**made, "rows": [{**go, "scores": beside}]}, FLOORS)
-    assert "77.77" not in text and text == tables.tasks({**made, "rows": [go]}, FLOORS)
+    text = tables.tasks({**made, "rows": [{**go, "scores": beside}]}, FLOORS, NO_PRESETS)
+    assert "77.77" not in text and text == tables.tasks({**made, "rows": [go]}, FLOORS, NO_PRESETS)
 
 
 def test_rows_of_several_machines_are_each_told_where_they_were_made(made):
