@@ -187,9 +187,10 @@ class Trainer:
                     torch.cuda.synchronize()
                 if (step + 1) % max(1, config.steps // CHECKS) == 0 or step + 1 == config.steps:
                     means = learner.measured(lambda: "nothing is saved")  # which raises where training diverges
-                    score = accuracy(task, model, self.held["val"], learner)
-                    if score > best[0]:
-                        best = score, {name: x.detach().clone() for name, x in model.state_dict().items()}
+                    with learner.evaluated():
+                        score = accuracy(task, model, self.held["val"], learner)
+                        if score > best[0]:
+                            best = score, {name: x.detach().clone() for name, x in model.state_dict().items()}
                     name, spent = f"{cell.model} {cell.mixer} {100 * cell.share:g} %", time.monotonic() - start
                     now = f"val {score:.2f}, loss {means['loss']:.3f}, norm {means['norm']:.2f}, {spent:.0f} s"
                     print(f"  {name}, update {step + 1} of {config.steps}: {now}", flush=True)

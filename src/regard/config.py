@@ -60,6 +60,7 @@ class Config:
     save_every: int = 200  # updates
     patience: int = 0  # validations without a better one before it stops; 0: never
     average: int = 1  # the last so many saved weights are averaged at the end
+    ema: float = 0.0  # decay of a moving average of the weights, such as 0.999, which is then validated and kept; 0: none
     # decoding
     beam: int = 1  # width of beam search; 1: greedy
     length_penalty: float = 1.0  # beams are compared by log-probability / length ** length_penalty

@@ -37,7 +37,7 @@ def fit(task: Learnable, out: Path, *, resume: bool = True, accelerator: str = "
     """Train what `task` describes in the folder `out`, or go on there: exactly as if it had never been interrupted (on a CPU).
 
     `weights.safetensors` then holds the weights that did best on validation, or the mean of the last `average` checkpoints if
-    that did better.
+    that did better. With a moving average of the weights (`ema`), that is what is validated and kept.
 
     Control-C (SIGINT) or SIGTERM stops it behind the update that is being made, with a checkpoint of it. A run whose `steps` or
     `patience` has grown goes on from where it ended; schedules then are those of the larger number.
@@ -116,6 +116,8 @@ class _TrainingRun:
             return
         learner, where = self.learner, checkpoints.at(self.out, self.start.step) / checkpoints.OPTIMIZER
         put_optimizer_state(learner.model, learner.optimizer, self.start.optimizer, where)
+        if learner.ema is not None:
+            learner.ema.put_state(self.start.weights, self.start.optimizer)
         if learner.scaler is not None:
             learner.scaler.load_state_dict(self.start.state["scaler"])
         rng.set_rng_state(self.start.state["dice"])
@@ -170,7 +172,7 @@ class _TrainingRun:
         model = self.learner.model
         model.eval()
         try:
-            with torch.no_grad(), self.learner.autocast():
+            with torch.no_grad(), self.learner.evaluated(), self.learner.autocast():
                 scores = self.task.watch(model)
         finally:
             model.train()
@@ -213,9 +215,11 @@ class _TrainingRun:
 
     def _save(self, state: dict[str, Any]) -> None:
         learner = self.learner
-        made = optimizer_state(learner.model, learner.optimizer)
+        weights, made = checkpoints.weights_of(learner.model), optimizer_state(learner.model, learner.optimizer)
+        if learner.ema is not None:
+            weights, made = weights | learner.ema.state(), made | learner.ema.trained_state()
         with self.interrupts.held_back():
-            checkpoints.save_checkpoint(self.out, checkpoints.Checkpoint(checkpoints.weights_of(learner.model), made, state))
+            checkpoints.save_checkpoint(self.out, checkpoints.Checkpoint(weights, made, state))
             self._prune(state["step"])
 
     def _prune(self, step: int) -> None:
@@ -238,7 +242,7 @@ class _TrainingRun:
 
     def _end(self) -> Result:
         """Choose the weights: the best single ones, or the mean of the last ones if that does better."""
-        last = self.learner.step
+        last, self.learner.ema = self.learner.step, None  # all weights from here on are those of checkpoints
         self._prune(last)  # it may have been killed before it did
         step = self.best["step"] if self.best else last
         weights, chosen, named, averaged = self._weights_at(step), "best" if self.best else "last", str(step), None

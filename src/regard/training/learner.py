@@ -17,6 +17,7 @@ from regard.training.atomic_files import RunError
 from regard.training.graphed_step import GraphedStep
 from regard.training.losses import Loss
 from regard.training.lr_schedule import lr_factor
+from regard.training.moving_average import TRAINED, MovingAverage
 
 TYPES = {"32": None, "tf32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SKIPS = 25  # updates in a row that a scaler may skip while it searches its scale; each halves it
@@ -51,6 +52,7 @@ class Learner:
         self.graphs: GraphedStep | None = None
         self.clock: Tensor | None = None  # the update that is being made, where captured passes can read it
         self.scaler = torch.amp.GradScaler(kind) if config.precision == "16-mixed" else None
+        self.ema: MovingAverage | None = None
 
     def autocast(self) -> AbstractContextManager:
         dtype = TYPES[self.config.precision]
@@ -63,7 +65,12 @@ class Learner:
         self.model.to(self.device)
         self.optimizer = optimizer(self.model, self.config)
         self.wanted = [p for p in self.model.parameters() if p.requires_grad]
+        self.ema = MovingAverage(self.model, self.config.ema) if self.config.ema else None
         self.model.train()
+
+    def evaluated(self) -> AbstractContextManager:
+        """Put the weights that are evaluated into the model, for a while: their moving average, if there is one."""
+        return nullcontext() if self.ema is None else self.ema.in_model()
 
     def update(self, passes: list[Batch]) -> None:
         """Make one update from the batches of its passes."""
@@ -131,6 +138,8 @@ class Learner:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=self.graphs is None)
+        if self.ema is not None:
+            self.ema.update(self.step + 1)
         return norm
 
     @property
@@ -230,7 +239,8 @@ def put_optimizer_state(model: nn.Module, made: torch.optim.Optimizer, state: Ma
     found: dict[str, dict[str, Tensor]] = {}
     for key, x in state.items():
         name, _, what = key.rpartition("/")
-        found.setdefault(name, {})[what] = x
+        if what != TRAINED:
+            found.setdefault(name, {})[what] = x
     if strange := sorted(set(found) - set(by_id.values())):
         raise RunError(f"{where} has {strange[0]!r}, which the model lacks: it is of another model or another version")
     empty = made.state_dict()

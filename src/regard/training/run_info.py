@@ -51,6 +51,8 @@ def check_settings(task: Learnable) -> None:
     for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{name} must not be below 0, but it is {getattr(config, name)!r}")
+    if not 0 <= config.ema < 1:
+        raise ValueError(f"ema must be from 0 to below 1, not {config.ema!r}")
     if not config.lr > 0:
         raise ValueError(f"lr must be above 0, not {config.lr!r}")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
