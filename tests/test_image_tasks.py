@@ -254,6 +254,24 @@ def test_a_run_is_scored_and_answers_files(folder, tmp_path, name, model):
         assert refused.exit_code == 2 and why in " ".join(refused.output.split()), refused.output
 
 
+def test_two_views_are_the_mean_over_an_image_and_its_mirror_image(folder):
+    task = tiny(folder, **MODELS["vit"])
+    model, images = task.model().eval(), torch.rand(5, 3, 32, 32)
+    with torch.no_grad():
+        one, mirrored = (task.pixel_scores(model, x).softmax(-1) for x in (images, images.flip(-1)))
+        two = tiny(folder, **MODELS["vit"], views=2).pixel_scores(model, images)
+        back = tiny(folder, **MODELS["vit"], views=2).pixel_scores(model, images.flip(-1))
+    torch.testing.assert_close(two.exp(), (one + mirrored) / 2)
+    torch.testing.assert_close(two, back)
+    assert (one - mirrored).abs().max() > 1e-4
+
+
+def test_a_run_is_evaluated_with_both_views_without_training_it_again(folder, tmp_path):
+    fit(tiny(folder, **MODELS["vit"]), tmp_path, accelerator="cpu", quiet=True)
+    run = load(tmp_path, views=2)
+    assert run.config.views == 2 and run.evaluate("test", folder)["images"] == 20
+
+
 def test_an_interrupted_run_has_the_weights_of_one_that_was_not(folder, tmp_path):
     settings = {**MODELS["cnn"], "mixup": 0.2}
     fit(tiny(folder, **settings), tmp_path / "whole", accelerator="cpu", quiet=True)
@@ -365,6 +383,7 @@ def test_other_bad_archives(tmp_path):
         ({"fraction": 0.0}, "fraction must be above 0 and at most 1, not 0.0"),
         ({"crop": 33}, "crop must be from 0 to 32, not 33"),
         ({"colour": 1.0}, "colour must be from 0 to below 1"),
+        ({"views": 3}, "views must be 1, or 2 for the image and its mirror image, not 3"),
         ({"depth": -1}, "depth must be at least 0"),
         ({"depth": 0, "pool": "token"}, "pool='token' reads a class token"),
         ({"stem": "conv(layers=6)"}, "nothing is left of an image of 32 x 32 pixels"),

@@ -91,6 +91,7 @@ class Images(Config):
     trivial: bool = False  # training changes each image by one of 14 operations, of random strength: TrivialAugment
     mixup: float = 0.0  # training mixes two images with weights of Beta(mixup, mixup); 0: none
     cutmix: float = 0.0  # training puts a rectangle of another image in, its share of Beta(cutmix, cutmix); 0: none
+    views: int = 1  # 2: an answer is the mean of those to the image and to its mirror image
 
 
 def _vit(task: str) -> Images:

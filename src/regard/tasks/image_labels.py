@@ -51,6 +51,7 @@ class ImageTask(Task):
 
     best = ("accuracy", "max")
     steady = True
+    answering = ("views",)
     file_ending = IMAGE_FILES
     channels = 3
     side = 32  # pixels
@@ -66,6 +67,8 @@ class ImageTask(Task):
         for name in ("crop", "cutout", "mixup", "cutmix"):
             if not 0 <= getattr(config, name) <= self.side:
                 raise ValueError(f"{name} must be from 0 to {self.side}, not {getattr(config, name)!r}")
+        if config.views not in (1, 2):
+            raise ValueError(f"views must be 1, or 2 for the image and its mirror image, not {config.views!r}")
         if config.depth < 0:
             raise ValueError(f"depth must be at least 0, not {config.depth!r}")
         if not config.depth:
@@ -165,12 +168,18 @@ class ImageTask(Task):
             return [label for part in parts for label in self.scores(model, self.batch(part)).argmax(-1).tolist()]
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute the scores (b labels) of images as they are, on the device of the model."""
+        """Compute the scores (b labels) of a batch, on the device of the model."""
         return self.pixel_scores(model, batch.to(device_under(model)).source.float() / 255)
 
     def pixel_scores(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Compute the scores (b labels) of images (b c h w) with numbers from 0 to 1, on the device of the model."""
-        return model(_centred_pixels(images.to(device_under(model))))
+        """Compute the scores (b labels) of images (b c h w) with numbers from 0 to 1, on the device of the model.
+
+        With two views they are the logarithms of mean probabilities.
+        """
+        pixels = _centred_pixels(images.to(device_under(model)))
+        if self.config.views == 1:
+            return model(pixels)
+        return torch.stack([model(x).float().softmax(-1) for x in (pixels, pixels.flip(-1))]).mean(0).log()
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         paths = [line.strip() for line in lines]
@@ -184,7 +193,8 @@ class ImageTask(Task):
         path = line.strip()
         examples = [(read_image(path, self.side, self.channels == 1), 0)]
         answer, image = self.labels[self._answers(model, examples)[0]], self.batch(examples)
-        return image_attention(model, lambda: self.scores(model, image), path, answer, self.side)
+        pixels = _centred_pixels(image.to(device_under(model)).source.float() / 255)
+        return image_attention(model, lambda: model(pixels), path, answer, self.side)
 
 
 def _examples(part: LabelledImages) -> list[ImageExample]:
