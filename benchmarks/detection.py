@@ -7,8 +7,9 @@ Rows: queries that are learned vectors (DETR), queries that begin as the likelie
     python benchmarks/detection.py --tiny                            a few updates of tiny models, elsewhere
 
 Both heads have the same stem, scenes, losses, number of updates and order of scenes. The learning rate of each is the
-better one of --rates on validation, by the first seed. Weights are those of the last update: with this much generated data
-nothing is chosen on validation but the learning rate. A cell that is in the results is not trained again, and one that --limit
+better one of --rates on validation, by the first seed. Weights are those of the last update. How sure a detection must be to be
+counted is chosen on validation for each model: heads differ in how sure they are, because they have more or fewer slots without
+an object. A cell that is in the results is not trained again, and one that --limit
 seconds end is kept in a file beside the results and goes on from there.
 """
 
@@ -37,6 +38,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "cells": {"head": "queries", "begin": "cells"},
     "dense": {"head": "dense"},
 }
+SURE = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # scores from which on a detection counts
 TINY = {
     "width": 16, "heads": 2, "depth": 1, "ffn": 16, "steps": 4, "batch_tokens": 4, "warmup": 1, "scenes": 40, "held_out": 12,
     "canvas": 32, "stem": "conv(layers=3, stride=2, pool='none', norm='group')",
@@ -103,11 +105,11 @@ class Trainer:
                     return None
             model = learner.model
             with learner.autocast():
-                val, test = (task.score(model, split) for split in ("val", "test"))
+                val, test, sure = scored(task, model)
         seconds = round(spent + time.monotonic() - start, 1)
         self.state_path.unlink(missing_ok=True)
         size = sum(p.numel() for p in model.parameters())
-        return {**cell, "steps": config.steps, "parameters": size, "val": val, "test": test, "seconds": seconds}
+        return {**cell, "steps": config.steps, "parameters": size, "sure": sure, "val": val, "test": test, "seconds": seconds}
 
     def _keep(self, learner: Learner, key: str, spent: float) -> None:
         state = {"key": key, "step": learner.step, "spent": spent, "model": learner.model.state_dict()}
@@ -125,6 +127,18 @@ class Trainer:
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.step = state["step"]
         return state["spent"]
+
+
+def scored(task: DetectionTask, model: torch.nn.Module) -> tuple[dict[str, float], dict[str, float], float]:
+    """Score validation and test by the threshold that counts best on validation, the middle one of equals; returns it too."""
+    counts = {}
+    for sure in SURE:
+        task.config = task.config.replace({"sure": sure})
+        counts[sure] = task.score(model, "val")["count"]
+    equal = [sure for sure in SURE if counts[sure] == max(counts.values())]
+    sure = equal[len(equal) // 2]
+    task.config = task.config.replace({"sure": sure})
+    return task.score(model, "val"), task.score(model, "test"), sure
 
 
 def next_cell(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any] | None:

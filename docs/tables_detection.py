@@ -55,15 +55,16 @@ def detection(made: Made) -> str:
     for head, own in rows.items():
         size, rate = f"{own[0]['parameters'] / 1e6:.2f} M", f"{own[0]['lr']:g}"
         scores = [spread([row["test"][name] for row in own]) for name in SCORES]
-        seconds = f"{mean(row['seconds'] for row in own):.0f}"
-        body.append([HEADS[head], len(own), size, f"{own[0]['steps']:,}", rate, *scores, seconds])
+        seconds, sure = f"{mean(row['seconds'] for row in own):.0f}", ", ".join(f"{row['sure']:g}" for row in own)
+        body.append([HEADS[head], len(own), size, f"{own[0]['steps']:,}", rate, *scores, sure, seconds])
     by_seed = {kind: {name: {r["seed"]: r["test"][name] for r in own} for name in SCORES} for kind, own in rows.items()}
     for kind in [name for name in rows if name != "dense" and "dense" in rows]:
         away = [difference(by_seed[kind][name], by_seed["dense"][name]) for name in SCORES]
-        body.append([f"{kind} - dense (95 %)", "", "", "", "", *away, ""])
+        body.append([f"{kind} - dense (95 %)", "", "", "", "", *away, "", ""])
     floors = ", ".join(f"{name} {score:.1f}" for name, score in made["floors"].items())
-    head = ["head", "seeds", "parameters", "updates", "lr", *SCORES.values(), "seconds"]
-    return f"Floors on test, %: {floors}. {_source(made)}\n\n{table(head, body)}"
+    head = ["head", "seeds", "parameters", "updates", "lr", *SCORES.values(), "counted from a score of", "seconds"]
+    which = f"`--preset {name}`. " if (name := made["settings"]["preset"]) else ""
+    return f"{which}Floors on test, %: {floors}. {_source(made)}\n\n{table(head, body)}"
 
 
 def gan(made: Made) -> str:

@@ -425,3 +425,21 @@ def test_its_benchmark_compares_three_heads_whatever_a_preset_begins_with(preset
     made = [config("detect", preset).replace(changes) for changes in detection.HEADS.values()]
     assert [x.head for x in made] == ["queries", "queries", "dense"]
     assert [x.begin for x in made[:2]] == ["learned", "cells"]
+
+
+def test_its_benchmark_counts_from_the_score_that_is_best_on_validation(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import detection
+
+    task = make_task(config("detect").replace(TINY))
+    task.read(folder)
+    asked = []
+
+    def score(model, split):  # noqa: ARG001
+        asked.append((split, task.config.sure))
+        return {"count": {0.3: 60.0, 0.4: 60.0, 0.5: 60.0}.get(task.config.sure, 10.0)}
+
+    monkeypatch.setattr(task, "score", score)
+    val, test, sure = detection.scored(task, None)
+    assert sure == 0.4 and val == test == {"count": 60.0}
+    assert [one for one in asked if one[0] == "test"] == [("test", 0.4)], "test is scored once, by the threshold of validation"

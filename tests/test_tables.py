@@ -620,12 +620,14 @@ def test_a_difference_by_attention_has_an_interval_over_seeds():
     def cell(head, seed, lr, map50):
         scores = {"map50": map50, "map": map50 / 2, "count": 50.0}
         kept = {"head": head, "seed": seed, "lr": lr, "val": scores, "test": scores}
-        return kept | {"steps": 4000, "parameters": 200_000, "seconds": 60.0}
+        return kept | {"steps": 4000, "parameters": 200_000, "seconds": 60.0, "sure": 0.7}
 
     made_with = {"device": "a GPU", "torch": "2.0", "commit": "abc"}
+    about = {"floors": {"the most frequent boxes": 0.3}, "settings": {"preset": "cpu"}, "made_with": made_with}
     rows = [cell("queries", 1, 1e-3, 70.0), cell("queries", 1, 3e-4, 60.0), cell("queries", 2, 1e-3, 74.0)]
     rows += [cell("dense", 1, 1e-3, 80.0), cell("dense", 2, 1e-3, 82.0)]
-    text = tables_detection.detection({"rows": rows, "floors": {"the most frequent boxes": 0.3}, "made_with": made_with})
+    text = tables_detection.detection({"rows": rows, **about})
+    assert text.startswith("`--preset cpu`. Floors on test") and "| 0.7, 0.7 | 60 |" in text
     assert "| object queries (attention) | 2 | 0.20 M | 4,000 | 0.001 | 72.0 ± 2.8 |" in text and "boxes 0.3" in text
     assert "| -9.0 (-21.7 to +3.7) |" in text  # 12.706 * sqrt(2) / sqrt(2)
     assert NOT_YET in tables_detection.detection({"rows": []}) and NOT_YET in tables_detection.gan({"rows": []})
