@@ -112,10 +112,12 @@ def test_offsets_are_those_from_the_last_move_and_points_that_are_not_allowed_ar
     side, none = 5, 25
     train = MoveOffsets(np.array([none, 0, 6, 12, 12]), np.array([12, 1, 7, 13, 17]), side)  # centre; right, three times; down
     found = positions_of([[6, 7, 8, 13]], size=side)  # no last move; right; right; down
-    assert train.ranks(found).tolist() == [3, 0, 0, 1]  # up and left of the centre is never played, three others were
+    assert train.ranks(found).above.tolist() == [3, 0, 0, 1]  # up and left of the centre is never played, three others were
+    assert train.ranks(found).equal.tolist() == [22, 1, 1, 1], "and so are all other points but those three"
     assert train.scores(found, top=2) == (50.0, 75.0)
+    assert train.scores(found, top=4) == pytest.approx((50.0, 75 + 25 / 22)), "one of 22 points is drawn"
     taken = positions_of([[7, 0, 6, 5]], size=side)  # right of 6 is a stone, left of it was never played
-    assert train.ranks(taken)[3] == 1, "down from 6 alone is more frequent: right of it is not allowed"
+    assert train.ranks(taken).above[3] == 1, "down from 6 alone is more frequent: right of it is not allowed"
 
 
 def test_scores_have_their_floors_beside_them_and_they_are_printed(games):
@@ -163,3 +165,20 @@ def test_likeliest_moves_and_whole_games_are_written(tmp_path):
 def test_settings_that_do_not_fit_are_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny(**changes)
+
+
+def test_points_of_equal_probability_share_what_is_right(games):
+    """A network with pooling gives four points one score: it must not be right whichever of them was played."""
+    made = tiny(games, net="pooled")
+    rows = np.asarray(made.splits["test"])
+    model = made.model()
+
+    def alike(model, batch, views):  # noqa: ARG001
+        return torch.where(batch.source == 0, 0.0, -torch.inf)
+
+    made._logs = alike
+    allowed = (made.positions.at(rows).kinds == 0).sum(1)
+    scores = made.score(model, "test")
+    assert scores["top1"] == pytest.approx(100 * (1 / allowed).mean())
+    assert scores["top5"] == pytest.approx(100 * (np.minimum(5, allowed) / allowed).mean())
+    assert (scores["top1"], scores["top5"]) == pytest.approx((scores["floor_drawn"], scores["floor_drawn_top5"]))

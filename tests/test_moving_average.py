@@ -11,7 +11,7 @@ from regard.training.fit import fit
 from regard.training.learner import Learner
 from regard.training.losses import Loss
 from regard.training.metrics_log import read_metrics
-from regard.training.moving_average import TRAINED, MovingAverage
+from regard.training.moving_average import TRAINED_WEIGHT, MovingAverage
 from small_task import Small, small
 from test_faults import go_on, interrupted, remembered
 
@@ -64,7 +64,7 @@ def test_what_is_validated_and_kept_is_the_average(tmp_path):
     task = Small(small(**changes))
     fit(task, tmp_path, accelerator="cpu", quiet=True)
     last = load_checkpoint(checkpoints.at(tmp_path, 20))
-    trained = {name: last.optimizer[f"{name}/{TRAINED}"] for name in last.weights}
+    trained = {name: last.optimizer[f"{name}/{TRAINED_WEIGHT}"] for name in last.weights}
     lines = {line["step"]: line["val"]["accuracy"] for line in read_metrics(tmp_path / "metrics.jsonl") if "val" in line}
     model = task.model()
     scores = []

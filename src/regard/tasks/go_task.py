@@ -14,7 +14,7 @@ from regard.data.batch import Batch
 from regard.data.go_board import Board, name_of
 from regard.data.go_games import GoPositions, joined_positions, position_now, positions_of, read_go, read_sgf, write_sgf
 from regard.data.locate import find
-from regard.data.move_floors import MoveOffsets, drawn_move_scores
+from regard.data.move_floors import MoveOffsets, MoveRanks, drawn_move_scores
 from regard.models.go_net import GO_NETS, GoNet
 from regard.models.grid_patterns import check_grid
 from regard.options import check_choice
@@ -130,9 +130,9 @@ class GoTask(Task):
 
     def _scored(self, model: nn.Module, examples: Sequence[int], views: int) -> dict[str, float]:
         found, rows = learned(self.positions), np.asarray(examples)
-        rank, nll = self._ranks(model, rows, views)
-        first = rank == 0
-        scores = {"top1": _percent(first), "top5": _percent(rank < NAMED_MOVES), "loss": float(nll.mean())}
+        ranks, nll = self._ranks(model, rows, views)
+        first = ranks.within(1)
+        scores = {"top1": _percent(first), "top5": _percent(ranks.within(NAMED_MOVES)), "loss": float(nll.mean())}
         number = found.number[rows]
         for name, (start, end) in PHASES.items():
             scores[f"top1_{name}"] = _percent(first[(number >= start) & (number < end)])
@@ -140,18 +140,19 @@ class GoTask(Task):
         new = ~np.isin(found.key[rows], known)
         return {**scores, "top1_new": _percent(first[new]), "new": float(new.sum()), "positions": float(len(rows))}
 
-    def _ranks(self, model: nn.Module, rows: np.ndarray, views: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many points are likelier than the move that was played, and minus its log-probability."""
-        ranks, losses = [], []
+    def _ranks(self, model: nn.Module, rows: np.ndarray, views: int) -> tuple[MoveRanks, np.ndarray]:
+        """Return the ranks of the moves that were played, and minus their log-probabilities."""
+        above, equal, losses = [], [], []
         with evaluating(model):
             for start in range(0, len(rows), SCORED_AT_ONCE):
                 batch = self.batch(rows[start : start + SCORED_AT_ONCE].tolist()).to(device_under(model))
                 logs = self._logs(model, batch, views)
                 assert batch.target is not None
                 own = logs.gather(1, batch.target[:, None])
-                ranks.append((logs > own).sum(1).cpu())
+                above.append((logs > own).sum(1).cpu())
+                equal.append((logs == own).sum(1).cpu())
                 losses.append(-own[:, 0].cpu())
-        return torch.cat(ranks).numpy(), torch.cat(losses).numpy()
+        return MoveRanks(*(torch.cat(x).numpy() for x in (above, equal))), torch.cat(losses).numpy()
 
     def _logs(self, model: nn.Module, batch: Batch, views: int) -> Tensor:
         """Compute log-probabilities of points (b p), the mean of probabilities over symmetries."""

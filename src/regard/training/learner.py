@@ -17,7 +17,7 @@ from regard.training.atomic_files import RunError
 from regard.training.graphed_step import GraphedStep
 from regard.training.losses import Loss
 from regard.training.lr_schedule import lr_factor
-from regard.training.moving_average import TRAINED, MovingAverage
+from regard.training.moving_average import TRAINED_WEIGHT, MovingAverage
 
 TYPES = {"32": None, "tf32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SKIPS = 25  # updates in a row that a scaler may skip while it searches its scale; each halves it
@@ -239,7 +239,7 @@ def put_optimizer_state(model: nn.Module, made: torch.optim.Optimizer, state: Ma
     found: dict[str, dict[str, Tensor]] = {}
     for key, x in state.items():
         name, _, what = key.rpartition("/")
-        if what != TRAINED:
+        if what != TRAINED_WEIGHT:
             found.setdefault(name, {})[what] = x
     if strange := sorted(set(found) - set(by_id.values())):
         raise RunError(f"{where} has {strange[0]!r}, which the model lacks: it is of another model or another version")

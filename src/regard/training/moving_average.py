@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from regard.training.checkpoints import weights_of
 
-TRAINED = "trained"  # the weights that training goes on from, beside the tensors of the optimiser: "stack.0.weight/trained"
+TRAINED_WEIGHT = (
+    "trained"  # the weights that training goes on from, beside the tensors of the optimiser: "stack.0.weight/trained"
+)
 
 
 class MovingAverage:
@@ -48,13 +50,13 @@ class MovingAverage:
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return the weights of the model itself, named for the file of an optimiser."""
-        return {f"{name}/{TRAINED}": x for name, x in self._trained.items()}
+        return {f"{name}/{TRAINED_WEIGHT}": x for name, x in self._trained.items()}
 
     def put_state(self, mean: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         """Go on from what `state` and `trained_state` returned."""
         for name, x in self._mean.items():
             x.copy_(mean[name])
-        self._put({name: optimizer[f"{name}/{TRAINED}"] for name in self._trained})
+        self._put({name: optimizer[f"{name}/{TRAINED_WEIGHT}"] for name in self._trained})
 
     @torch.no_grad()
     def _put(self, weights: Mapping[str, Tensor]) -> None:
