@@ -65,6 +65,24 @@ def test_other_settings_do_not_change(changes, sentence, tmp_path):
     assert train(tmp_path, steps=10).steps == 10  # and nothing was written
 
 
+def without_a_setting(out: Path, name: str) -> None:
+    """Make a run look as if it had been begun before a setting was added."""
+    kept = json.loads((out / "config.json").read_text())
+    del kept[name]
+    checkpoints.change_run(out, kept)
+
+
+def test_a_run_of_an_earlier_version_goes_on_where_a_new_setting_is_as_it_was(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole)
+    train(parts, steps=10)
+    without_a_setting(parts, "ema")
+    with pytest.raises(RunError, match=r"other settings: ema is 0\.0 there and 0\.9 here"):
+        train(parts, ema=0.9)
+    train(parts)
+    assert remembered(parts) == remembered(whole)
+
+
 def test_without_a_checkpoint_a_finished_run_stays_as_it_is(tmp_path):
     train(tmp_path, steps=5)
     for path in (tmp_path / "checkpoints").rglob("*.*"):

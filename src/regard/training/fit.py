@@ -48,8 +48,7 @@ def fit(task: Learnable, out: Path, *, resume: bool = True, accelerator: str = "
         raise ValueError(f"graphs=true is for a CUDA device, but this run is on the {kind}: leave it out")
     with checkpoints.locked(out):
         checkpoints.clean(out)
-        config = run_info.config_json(task)
-        grown = run_info.same_run(out, config, task.assets(), resume)
+        grown = run_info.same_run(out, task, resume)
         if not grown and (result := finished(out)) is not None:
             if not quiet:
                 print_line(f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on")

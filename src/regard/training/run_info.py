@@ -73,6 +73,11 @@ def config_json(task: Learnable) -> dict[str, Any]:
     return json.loads(json.dumps(task.config.to_json()))
 
 
+def first_defaults(config: Any) -> dict[str, Any]:
+    """Return the values that the settings of a class have without a task or a caller, as JSON values."""
+    return json.loads(json.dumps(type(config)().to_json()))
+
+
 def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """List the settings that have become larger since the run began, of those that may; patience 0 is the largest."""
     known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
@@ -80,9 +85,12 @@ def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     return [name for name in known if size[name](config[name]) > size[name](there[name])]
 
 
-def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], resume: bool) -> list[str]:
-    """Check that the folder is empty of runs, or holds this one. Returns the settings that have grown."""
-    there = checkpoints.load_config(out)
+def same_run(out: Path, task: Learnable, resume: bool) -> list[str]:
+    """Check that the folder is empty of runs, or holds this one. Returns the settings that have grown.
+
+    A run that an earlier version began lacks settings that were added since: they count as their first defaults.
+    """
+    config, assets, there = config_json(task), task.assets(), checkpoints.load_config(out)
     if there is None:
         if checkpoints.steps(out):
             raise RunError(f"{out} has checkpoints but no config.json: restore that file, or choose another folder")
@@ -90,6 +98,7 @@ def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], re
     if not resume:
         raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
     checkpoints.check_seals(out)
+    there = first_defaults(task.config) | there
     larger, missing = grown(there, config), object()
     names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
     if names := [name for name in names if name not in larger]:
