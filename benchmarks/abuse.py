@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from common import ROOT, Progress, save
+from common import ROOT, Progress, only_words, save
 
 sys.path.insert(0, str(ROOT / "tests"))
 from conftest import CASES, Case, data, modes, some
@@ -67,6 +67,7 @@ def poisoned(case: Case) -> list[str | None]:
 
 
 def main() -> int:
+    only_words(__doc__)
     streams = [(c, c.build(causal=True)) for c in CASES if c.can(Can.STREAM, causal=True)]
     counts: dict[str, Counter[str]] = {}
     through, progress = [], Progress(len(CASES))

@@ -9,11 +9,10 @@ Tasks that are read need REGARD_DATA. Writes results/arena_floors.json after eac
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Any
 
-from common import RESULTS, Progress, save
+from common import RESULTS, Progress, only_words, save
 from regard.arena.arena_catalogue import ARENA, arena_task
 from regard.arena.generated_task import GeneratedTask
 
@@ -47,7 +46,7 @@ def row(text: str) -> dict[str, Any]:
 
 def main() -> None:
     every = [*ARENA, *FORMS]
-    chosen = sys.argv[1:] or every
+    chosen = only_words(__doc__, "tasks", nargs="*") or every
     path = RESULTS / "arena_floors.json"
     rows = {x["task"]: x for x in json.loads(path.read_text())["rows"]} if path.exists() else {}
     shown = Progress(len(chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,6 +19,15 @@ from regard.bench.timing import timed as timed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
+
+
+def only_words(description: str | None, *words: str, **options: Any) -> list[str]:
+    """Read the command line of a script without options, which --help describes; returns the words that it takes, if any."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for word in words:
+        parser.add_argument(word, **options)
+    given = parser.parse_args()
+    return getattr(given, words[0]) if words else []
 
 
 def alone(script: str, *args: str, env: dict[str, str] | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from common import ROOT, Progress, save
+from common import ROOT, Progress, only_words, save
 from regard.training import atomic_files, checkpoints
 from regard.training.metrics_log import TIMES, read_metrics
 
@@ -126,4 +126,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) == 3 else main()
+    if len(sys.argv) == 3:
+        train(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        only_words(__doc__)
+        main()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Progress, save
+from common import Progress, only_words, save
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 REPEATS = 5
@@ -43,6 +43,7 @@ def once(words: list[str]) -> tuple[float, float, str]:
 
 
 def main() -> None:
+    only_words(__doc__)
     rows: list[dict[str, Any]] = []
     progress = Progress(len(ROWS) + 1)
     for name, words in ROWS.items():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common import Progress, save
+from common import Progress, only_words, save
 from regard import scores, tasks
 from regard.data import datasets
 from regard.data.datasets import LabelledText, Splits, Tagged
@@ -240,6 +240,7 @@ FLOORS: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> None:
+    only_words(__doc__)
     rows, shown = list[Row](), Progress(len(FLOORS))
     for name, made in FLOORS.items():
         rows += made()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import only_words
 from decode_step import built, clocked, stepping
 from kernels_delta import TYPES, attempt, graph_ms, note
 from regard.decoding import GraphedDecoder
@@ -163,6 +164,7 @@ def models() -> None:
 
 
 def main() -> None:
+    only_words(__doc__)
     note(torch.cuda.get_device_name(), torch.__version__)
     for kind in TYPES:
         attempt(f"{kind} window", lambda kind=kind: check_window(kind))

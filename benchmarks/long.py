@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from common import Progress, peak_bytes, save
+from common import Progress, only_words, peak_bytes, save
 from regard import layer
 
 N, WIDTH, HEADS, WINDOW, STEPS, RATE, SEED = 100_000, 64, 4, 256, 40, 3e-2, 0
@@ -27,6 +27,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
+    only_words(__doc__)
     torch.manual_seed(SEED)
     mixer, progress = layer(SPEC, width=WIDTH, heads=HEADS, causal=True), Progress(STEPS)
     optimiser = torch.optim.Adam(mixer.parameters(), lr=RATE)

@@ -14,7 +14,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no idle compilers
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from common import Progress, save, taking_turns
+from common import Progress, only_words, save, taking_turns
 from regard import Dims, Pattern, attend, core
 from regard.bench.peers_kernels import Flex
 from regard.bench.workload import Setting
@@ -24,6 +24,7 @@ PATTERNS = ["Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "Str
 
 
 def main() -> None:
+    only_words(__doc__)
     device = torch.device("cpu")
     torch.manual_seed(SEED)
     q, k, v = (torch.randn(1, HEADS, N, DIM) for _ in range(3))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from common import Progress, save
+from common import Progress, only_words, save
 from regard import Dims, attend, core
 from regard.mixers.estimation import PoorEstimate
 
@@ -83,6 +83,7 @@ def cosines(q: Tensor, k: Tensor, v: Tensor) -> list[dict]:
 
 @torch.no_grad()
 def main() -> None:
+    only_words(__doc__)
     warnings.simplefilter("ignore", PoorEstimate)
     random, progress = torch.Generator().manual_seed(SEED), Progress(2)
     q, k, v = (torch.randn(1, HEADS, N, DIM, generator=random, dtype=torch.float64) for _ in range(3))

@@ -9,14 +9,13 @@ replace earlier ones. Writes results/recipes.json; docs/arena.md has the table.
 from __future__ import annotations
 
 import json
-import sys
 import tarfile
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, save
+from common import RESULTS, only_words, save
 from regard.arena.arena_catalogue import arena_task, short_task
 from regard.arena.arena_task import ArenaBudget, ArenaModel
 from regard.compare.cell_record import CellRecord
@@ -74,7 +73,7 @@ def records(source: Path) -> list[CellRecord]:
 def main() -> None:
     path = RESULTS / "recipes.json"
     rows = {x["key"]: x for x in json.loads(path.read_text())["rows"]} if path.exists() else {}
-    for source in sys.argv[1:]:
+    for source in only_words(__doc__, "sources", nargs="+"):
         found = [row(record) for record in records(Path(source))]
         rows |= {x["key"]: x for x in found}
         print(f"{source}: {len(found)} tested cells")

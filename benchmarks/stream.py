@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from common import Progress, save, seconds
+from common import Progress, only_words, save, seconds
 from regard import layer
 
 SPECS = ["Local(256) | Global(first=4)", "linear", "efficient", "performer", "rfa", "softmax"]
@@ -42,6 +42,7 @@ def steps(mixer, lengths: list[int], device: torch.device) -> tuple[dict[int, fl
 
 @torch.no_grad()
 def main() -> None:
+    only_words(__doc__)
     rows, progress = [], Progress(len(SPECS))
     for spec in SPECS:
         torch.manual_seed(SEED)

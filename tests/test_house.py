@@ -1,5 +1,6 @@
 """Check the shape of the code base: one name for one thing, imports in one direction, plain wording. See benchmarks/house.py."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -90,3 +91,10 @@ def test_a_sparse_forward_takes_few_calls_in_few_files():
     calls, switches = house.forward_calls()
     assert calls < 70
     assert switches < 25
+
+
+def test_every_benchmark_reads_its_command_line():
+    """One that does not would measure for minutes, and write its results, when it is asked for --help."""
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    silent = [path.name for path in scripts if not re.search(r"ArgumentParser\(|only_words\(", path.read_text())]
+    assert len(scripts) > 30 and silent == []
