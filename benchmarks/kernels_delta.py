@@ -7,6 +7,7 @@ Times are CUDA-graph times in ms, bf16, 8 heads x 64, 32,768 tokens in all (65,5
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -184,9 +185,10 @@ def parallel(*commands: list[str]) -> None:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    if words[:1] == ["--check"]:
-        check(words[1], int(words[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", nargs=2, metavar=("TYPE", "SHAPE"), help="one check, in this process")
+    if asked := parser.parse_args().check:
+        check(asked[0], int(asked[1]))
     else:
         note(torch.cuda.get_device_name(), torch.__version__)
         speed()
