@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -40,6 +42,42 @@ def test_an_offset_is_an_index(offset: object) -> None:
     q, k, v = (torch.randn(1, 4, 9, 16) for _ in range(3))
     with pytest.raises(ValueError, match="offset must be an integer from 0 on"):
         attend(q, k, v, core("softmax", Dims(64, 4)), offset=offset)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", ["softmax", "Local(4)", "linear", "PerHead([Local(2), Local(9)])", "additive", "performer"])
+@pytest.mark.parametrize(
+    ("dims", "built"),
+    [
+        (Dims(32, 4), "4 heads with queries of 8, keys of 8 and values of 8"),
+        (Dims(64, 4), "4 heads with queries of 16, keys of 16 and values of 16"),
+        (Dims(64, 8, value_dim=4), "8 heads with queries of 8, keys of 8 and values of 4"),
+    ],
+)
+def test_heads_are_those_that_the_core_was_built_for(spec: str, dims: Dims, built: str) -> None:
+    """One of fewer heads left the answers of the others as they lay in memory, and its plan to cores of as many."""
+    q, k, v = (torch.randn(2, 8, 20, 8) for _ in range(3))
+    right = core(spec, Dims(64, 8))
+    with pytest.raises(ValueError, match=f"was built for {built}: build one with {re.escape('Dims(width=64, heads=8)')}"):
+        attend(q, k, v, core(spec, dims))
+    assert attend(q, k, v, right).shape == v.shape
+
+
+@pytest.mark.parametrize("near", [0, 1, 2])
+def test_strides_that_stay_near_are_there_for_later_queries(near: int) -> None:
+    """A core that is built for both ways is asked in the causal form, from some token on."""
+    q, k, v = (torch.randn(2, 2, 29, 8, dtype=torch.float64) for _ in range(3))
+    own = core(f"compressed(rate=3, near={near})", Dims(16, 2)).double()
+    whole = attend(q, k, v, own, causal=True)
+    for first in (1, 10, 24, 28):
+        close(attend(q[:, :, first:], k, v, own, causal=True, offset=first), whole[:, :, first:])
+
+
+def test_queries_beyond_the_positions_of_cosformer_are_refused_where_rows_differ_too() -> None:
+    q, k, v = (torch.randn(2, 2, 8, 8) for _ in range(3))
+    own = core("cosformer", Dims(16, 2, max_len=10))
+    for valid in (None, torch.ones(2, 8, dtype=torch.bool), torch.arange(8) < torch.tensor([[8], [5]])):
+        with pytest.raises(ValueError, match="cosformer was built for max_len=10"):
+            attend(q, k, v, own, offset=50, valid=valid)
 
 
 def test_what_cannot_go_on_from_a_memory_says_so() -> None:

@@ -67,6 +67,17 @@ def test_padding_is_as_if_absent_and_zero() -> None:
         close(y[row, valid[row]], layer(x[row : row + 1, valid[row]])[0])
 
 
+def test_padding_may_hold_anything_and_a_wrong_type_has_a_sentence() -> None:
+    layer, valid = on_graph(made(), "Local(3)"), some(2, N)
+    x = torch.randn(2, N, WIDTH, dtype=torch.float64, device=DEVICE)
+    spoiled = x.masked_fill(~valid[..., None], torch.nan).requires_grad_()
+    layer(spoiled, valid=valid).sum().backward()
+    assert spoiled.grad is not None and spoiled.grad.isfinite().all()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in layer.parameters())
+    with pytest.raises(TypeError, match=r"x is torch\.float32 but the layer is torch\.float64"):
+        layer(x.float())
+
+
 def test_dropout_is_of_the_weights_alone() -> None:
     """A dropped weight takes its neighbour away and scales the others, and the mean stays: no feature is dropped."""
     layer, x = made(dropout=0.5, bias=False).train(), torch.randn(1, N, WIDTH, dtype=torch.float64, device=DEVICE)
@@ -86,5 +97,5 @@ def test_dropout_is_of_the_weights_alone() -> None:
 def test_a_sentence_for_a_wrong_layer(options: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         made(**options)
-    with pytest.raises(ValueError, match=r"\(batch, nodes, 12\) is needed"):
+    with pytest.raises(ValueError, match=r"\(batch, length, 12\) is needed"):
         made()(torch.randn(1, 5, 11, dtype=torch.float64, device=DEVICE))

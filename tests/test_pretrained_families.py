@@ -422,3 +422,16 @@ def test_what_settings_do_not_describe_is_not_written(tmp_path):
     refused("several types, float32, float64")
     marian = pretrained.build_pretrained({"architectures": ["MarianMTModel"], **BART})
     refused("positions.vectors has other values than transformers computes", marian)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["softmax", "softmax(scale=1.0)", "Everything()"])
+def test_a_mechanism_keeps_the_scale_of_the_scores_that_t5_has(mixer, hf, tmp_path):
+    torch.manual_seed(0)
+    theirs = exactly(hf.T5ForConditionalGeneration(hf.T5Config(**T5)).double())
+    theirs.save_pretrained(tmp_path)
+    x, y = tokens(2, 6), tokens(2, 5)
+    whole, ours = (pretrained.load_pretrained(tmp_path, **how)(x, None, y) for how in ({}, {"mixer": mixer}))
+    torch.testing.assert_close(ours, whole)
+    with pytest.raises(CheckpointError, match=r"compressed divides scores by sqrt\(\d+\), .* multiplies them by 1: softmax"):
+        pretrained.load_pretrained(tmp_path, mixer="compressed")

@@ -100,3 +100,53 @@ def test_a_recurrent_network_never_reads_beyond_its_state(cell, batches):
         rnn_scan(
             torch.randn(batches[1], 5, WIDTH, device=DEVICE), [part[None] for part in few.memory if part is not None], weights
         )
+
+
+@pytest.mark.parametrize("spec", ["cosformer", "softmax"])
+def test_queries_of_a_cross_layer_end_where_its_positions_end_however_they_come(spec):
+    within = None if spec == "cosformer" else "relative_2d(columns=4, clip=2)"
+    made = layer(spec, width=WIDTH, heads=HEADS, cross=True, max_len=12, positions=within).to(DEVICE).eval()
+    context, x = data(8, b=2, dtype=torch.float32), data(30, b=2, dtype=torch.float32)
+    valid = torch.ones(2, 4, dtype=torch.bool, device=DEVICE)
+    valid[0, 3] = False
+    for first in (None, valid):  # equal rows, and rows of different length
+        _, state = made.extend(made.start(context=context), x[:, :4], first)
+        with pytest.raises(ValueError, match="max_len=12"):
+            for i in range(4, 30):
+                _, state = made.extend(state, x[:, i : i + 1])
+        assert int(state.t.max()) == 12
+
+
+FROZEN = ["softmax", "Local(4)", "additive", "longformer(window=3)", "synthesizer"]
+
+
+@pytest.mark.parametrize("spec", FROZEN)
+def test_a_stream_whose_keys_and_values_are_frozen_has_the_gradients_of_the_whole_pass(spec):
+    """As with adapters of the queries: the cache is written in place, and autograd holds views of it."""
+    made = layer(spec, width=WIDTH, heads=HEADS, causal=True, max_len=16).double().to(DEVICE)
+    for name, weight in made.named_parameters():
+        if name.startswith(("k.", "v.")):
+            weight.requires_grad_(False)
+    free = [weight for weight in made.parameters() if weight.requires_grad]
+    x, up = data(6, b=2), data(6, b=2)
+    state, parts = made.start(2), []
+    for token in x.split(1, 1):
+        y, state = made.extend(state, token)
+        parts.append(y)
+    streamed = torch.autograd.grad((torch.cat(parts, 1) * up).sum(), free, allow_unused=True)
+    whole = torch.autograd.grad((made(x) * up).sum(), free, allow_unused=True)
+    for one, other in zip(streamed, whole, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            close(one, other)
+
+
+@claiming(Can.STREAM, causal=True)
+def test_a_state_goes_on_under_autocast(case):
+    made = case.build(dtype=torch.float32, causal=True)
+    x = data(6, dtype=torch.float32)
+    _, state = made.extend(made.start(len(x)), x[:, :5])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y, state = made.extend(state, x[:, 5:])
+    assert y.isfinite().all()
+    assert made.extend(state, x[:, :1])[0].isfinite().all()

@@ -55,6 +55,7 @@ def attend(
     """
     _check_core(core, q, k, v)
     _check_heads(q, k, v, core.gates)
+    _check_sizes(q, k, v, core)
     own = OwnScores(mask, score)
     if documents is not None:
         _check_alone(offset, query_valid, own)
@@ -174,6 +175,18 @@ def _dims_text(q: Tensor, k: Tensor, v: Tensor) -> str:
     grouped = f", kv_heads={g}" if g != h else ""
     values = f", value_dim={e}" if e != d else ""
     return f"Dims(width={h * d}, heads={h}{grouped}{values})"
+
+
+def _check_sizes(q: Tensor, k: Tensor, v: Tensor, core: Core) -> None:
+    """Refuse heads of another number or size than the core was built for."""
+    dims, (key_size, value_size) = core.dims, core.sizes
+    found = q.shape[1], q.shape[3], k.shape[3], v.shape[3]
+    if found != (dims.heads, dims.d * core.streams, key_size, value_size):
+        built = f"{dims.heads} heads with queries of {dims.d * core.streams}, keys of {key_size} and values of {value_size}"
+        raise ValueError(
+            f"q, k, v have {found[0]} heads with queries of {found[1]}, keys of {found[2]} and values of {found[3]}, but this "
+            f"{core.name} was built for {built}: build one with {_dims_text(q, k, v)}"
+        )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:

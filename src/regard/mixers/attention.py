@@ -307,6 +307,8 @@ class Attention(Mixer):
 
     def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
         if not self.dims.causal:
+            if getattr(self.positions or self.core.positions, "longest", None) is not None:
+                self.check_length(places)
             return self._ask(state.memory, x, places), self.later(state, state.memory, places)
         self.check_length(places)
         y, state = self.extend_heads(state, self.heads(x, places), places)

@@ -71,7 +71,7 @@ class Compressed(Core):
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
         memory = Strides(memory.slots, _extended(memory.raw, k, v, places))
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
-        return memory if later else self._settled(memory, 0)
+        return memory if later else self._settled(memory, self.near)  # which `attend` may still scan from, token by token
 
     def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the cache has the positions
         if memory.raw.size < (self.near + 1) * self.stride:

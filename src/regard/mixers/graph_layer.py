@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from regard.checks import check_tokens, check_valid
 from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 from regard.mixers.graph_attention import GAT
+from regard.mixers.places import mask_padding
 from regard.patterns import Edges, Pattern
 
 
@@ -65,9 +67,9 @@ class GraphAttention(nn.Module):
 
     def forward(self, x: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Return what the nodes x (b n width) collect from their neighbours; `valid` (b n) is False at padding."""
-        if x.dim() != 3 or x.shape[-1] != self.dims.width:
-            raise ValueError(f"x has shape {tuple(x.shape)}, but (batch, nodes, {self.dims.width}) is needed")
-        return self.collect(self.w(x), valid=valid)
+        check_tokens(x, "x", self.dims.width, self.w.weight)
+        check_valid(valid, x.shape[0], x.shape[1], "nodes")
+        return self.collect(self.w(mask_padding(x, valid)), valid=valid)
 
     def collect(self, h: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Return the same from h = W x (b n heads * out), where a caller computes it, as from few words of many."""

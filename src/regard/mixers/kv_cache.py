@@ -84,7 +84,7 @@ class KVCache(NamedTuple):
         if self.size == 0:  # nothing to join with
             return KVCache.whole_of(k, v, places, self.looked)
         both = zip(self[:4], (k, v, places.at, places.real), (2, 2, 1, 1), strict=True)
-        joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
+        joined = [torch.cat([x.narrow(dim, 0, self.size).to(y.dtype), y], dim) for x, y, dim in both]
         keys, values, at, there = joined
         size = self.size + n
         plain = self.plain and places.valid is None
@@ -97,11 +97,13 @@ class KVCache(NamedTuple):
         full = self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype
         if full or (self.k.is_inference() and not torch.is_inference_mode_enabled()):  # those cannot be written to any more
             log = self.with_room(n, k.dtype)
-        log.k.narrow(2, log.size, n).copy_(k)
-        log.v.narrow(2, log.size, n).copy_(v)
-        log.at.narrow(1, log.size, n).copy_(places.at)
-        if places.valid is not None:  # spare room is as if every token were real
-            log.valid.narrow(1, log.size, n).copy_(places.valid)
+        # autograd may hold views of earlier tokens, which are not overwritten: it need not know of this write
+        apart = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        room = [x.data if apart else x for x in log[:4]]
+        both = zip(room, (k, v, places.at, places.valid), (2, 2, 1, 1), strict=True)
+        for own, given, dim in both:
+            if given is not None:  # spare room is as if every token were real
+                own.narrow(dim, log.size, n).copy_(given)
         size = log.newest.used = log.size + n
         start = self._joined(places)
         plain = self.plain and places.valid is None

@@ -176,6 +176,7 @@ def _with_projections(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     if not isinstance(old, Attention):
         raise CheckpointError(f"{old.name} has no projections that {spec} could take over: its weights are those of its blocks")
     like, positions = old.v.weight, old.positions or old.core.positions
+    spec = _with_scale(spec, old, dims)
     with like.device:
         made = spec.build(replace(dims, dropout=0.0), positions=positions)
         if dims.dropout and Can.DROPOUT in made.can:
@@ -191,6 +192,23 @@ def _with_projections(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     for part in parts:
         setattr(made, part, getattr(old, part))
     return made.to(like.dtype)
+
+
+def _with_scale(spec: Spec, old: Attention, dims: Dims) -> Spec:
+    """Give a mechanism the scale of the scores that a checkpoint was trained with, where that is not 1 / sqrt(d), as in T5."""
+    usual, scale = old.dims.d**-0.5, getattr(old.core, "scale", None)
+    if scale is None or scale == usual or "scale" in spec.options:
+        return spec
+    try:
+        return Spec(spec.name, **spec.options, scale=scale)
+    except ValueError:  # it has no such option
+        made = spec.build(replace(dims, dropout=0.0))
+    if isinstance(made, Attention) and getattr(made.core, "scale", None) == usual:
+        raise CheckpointError(
+            f"{spec} divides scores by sqrt({old.dims.d}), and this checkpoint multiplies them by {scale:g}: softmax and "
+            "patterns such as Local(64) keep that, and linear has no such scores"
+        )
+    return spec
 
 
 def _weight_shape(part: nn.Module | None) -> torch.Size | None:

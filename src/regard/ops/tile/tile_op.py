@@ -100,6 +100,8 @@ def tile_attention(
         return _tile_composite(call, patterns, span, causal)
     if torch.compiler.is_compiling():  # one opaque operator: a plan depends on the length, which a tracer does not have
         return _operator(*flatten_call(call), patterns.text, list(span), causal, backend)
+    if len(patterns.each) != q.shape[1]:
+        raise ValueError(f"{patterns.text} was made for {len(patterns.each)} heads, and q has {q.shape[1]}")
     run = _tile_pass(pass_key(call, patterns.text, span, causal, backend), call, patterns)
     by_query = None if bias is None else bias.by_query
     if _needs_grad(q, k, v, by_query):
