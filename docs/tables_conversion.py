@@ -81,7 +81,8 @@ def conversion_answers(made: Made) -> str:
     rows = [row for row in _of(made, "generate") if row["points"]]
     if not rows:
         return not_yet(COMMAND)
-    text = "`model.generate` with `past_key_values=regard.hf.memory(model)`; softmax with the usual cache. One row, sampled."
+    usual = "; softmax with the usual cache" if any(row["mechanism"] == "softmax" for row in rows) else ""
+    text = f"`model.generate` with `past_key_values=regard.hf.memory(model)`{usual}. One row, sampled."
     return f"{text} {made_where(made)}\n\n" + _along(rows)
 
 

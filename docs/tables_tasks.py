@@ -179,7 +179,8 @@ def _mixers(full: list[Row], mixed: list[Row]) -> str:
     """Against the softmax that had as few updates, not against the seeds. One seed each."""
     plain = next((bleu(row) for row in mixed if row["settings"]["mixer"] == "softmax"), None)
     many = ", ".join(dict.fromkeys(f"{row['steps']:,}" for row in mixed))
-    instead = f" instead of the {full[0]['steps']:,} above" if full else ""
+    plain_steps = [row["steps"] for row in full if row["settings"]["mode"] == "teacher_forcing"]
+    instead = f" instead of the {plain_steps[0]:,} above" if plain_steps else ""
     body = []
     for row in mixed:
         mixer = row["settings"]["mixer"]
@@ -193,7 +194,8 @@ def _mixers(full: list[Row], mixed: list[Row]) -> str:
                 short(row["seconds"]),
             ]
         )
-    text = f"The same model with another mixer; all of this table, softmax too, had {many} updates{instead}:\n\n"
+    how = f"had the settings of `teacher_forcing` and {many} updates{instead}"
+    text = f"The same model with another mixer; all of this table, softmax too, {how}:\n\n"
     return text + table(["", "BLEU", "against softmax", "parameters", "seconds"], body)
 
 
@@ -223,7 +225,7 @@ def decodings(made: Made) -> str:
     return "\n\n".join(
         [
             *([_beams(row) for row in plain] or [measure("translate")]),
-            "Averaged weights against the best single ones, on validation (texts are said greedily there); the better were kept:",
+            "Averaged weights against the best single ones, on validation (decoded greedily); the better were kept:",
             _averages(averaged) if averaged else measure("translate", "tag", "copy"),
             "Trained further, from a finished run; `teacher_forcing` is the control, which is fed nothing but true tokens:",
             _modes(modes, made["rows"]) if modes else measure("translate", "modes"),
@@ -247,7 +249,7 @@ def _beams(row: Row) -> str:
         for x in ways
     ]
     head = ["beams", "length penalty", "BLEU", "against greedy", NAMES["exact"]]
-    return f"{row['name']}, asked in several ways:\n\n" + table(head, body)
+    return f"{row['name']}, by decoding settings:\n\n" + table(head, body)
 
 
 def _averages(rows: list[Row]) -> str:
