@@ -48,9 +48,9 @@ def test_an_offset_is_an_index(offset: object) -> None:
 @pytest.mark.parametrize(
     ("dims", "built"),
     [
-        (Dims(32, 4), "4 heads with queries of 8, keys of 8 and values of 8"),
-        (Dims(64, 4), "4 heads with queries of 16, keys of 16 and values of 16"),
-        (Dims(64, 8, value_dim=4), "8 heads with queries of 8, keys of 8 and values of 4"),
+        (Dims(32, 4), "4 heads with queries of 8 and keys of 8"),
+        (Dims(64, 4), "4 heads with queries of 16 and keys of 16"),
+        (Dims(128, 8), "8 heads with queries of 16 and keys of 16"),
     ],
 )
 def test_heads_are_those_that_the_core_was_built_for(spec: str, dims: Dims, built: str) -> None:

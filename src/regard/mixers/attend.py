@@ -178,14 +178,12 @@ def _dims_text(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _check_sizes(q: Tensor, k: Tensor, v: Tensor, core: Core) -> None:
-    """Refuse heads of another number or size than the core was built for."""
-    dims, (key_size, value_size) = core.dims, core.sizes
-    found = q.shape[1], q.shape[3], k.shape[3], v.shape[3]
-    if found != (dims.heads, dims.d * core.streams, key_size, value_size):
-        built = f"{dims.heads} heads with queries of {dims.d * core.streams}, keys of {key_size} and values of {value_size}"
+    """Refuse heads of another number or size than the core was built for; values may have any size."""
+    built, found = (core.dims.heads, core.dims.d * core.streams, core.sizes[0]), (q.shape[1], q.shape[3], k.shape[3])
+    if found != built:
         raise ValueError(
-            f"q, k, v have {found[0]} heads with queries of {found[1]}, keys of {found[2]} and values of {found[3]}, but this "
-            f"{core.name} was built for {built}: build one with {_dims_text(q, k, v)}"
+            f"q and k have {found[0]} heads with queries of {found[1]} and keys of {found[2]}, but this {core.name} was built "
+            f"for {built[0]} heads with queries of {built[1]} and keys of {built[2]}: build one with {_dims_text(q, k, v)}"
         )
 
 
