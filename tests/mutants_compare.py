@@ -18,6 +18,24 @@ COMPARE: dict[str, tuple[str, str, str, str]] = {
         "points.masked_fill(targets == IGNORED, 0.0)",
         "compare",
     ),
+    "an answer that is not a number is not scored": (
+        C + "split_score.py",
+        "losses.masked_fill(losses.isnan(), torch.inf)",
+        "losses",
+        "compare",
+    ),
+    "an infinite loss is a score": (
+        C + "cell_run.py",
+        "not math.isfinite(trained.val)",
+        "trained.val != trained.val",
+        "compare_faults",
+    ),
+    "without its data set a finished cell is lost": (
+        C + "grid_run.py",
+        "group.lacks_data and record.status not in TRIED_AGAIN",
+        "False",
+        "compare_faults",
+    ),
     "slices forget where targets are": (
         C + "split_score.py",
         "values = values.gather(1, split.at.cpu().long())",

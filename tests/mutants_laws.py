@@ -24,6 +24,7 @@ CHECKED: dict[str, tuple[str, str, str, str]] = {
         "if True or found is not None and found.what == broken.what",
         "check",
     ),
+    "a check of laws looks at short sequences alone": (L + "law_case.py", "LONG = 150 ", "LONG = 60 ", "check"),
     "a check of laws judges growth that was not claimed": (L + "law_case.py", "example is not UNMEASURED and ", "", "check"),
     "a check of laws leaves other random numbers behind": (
         L + "mechanism_check.py",

@@ -57,6 +57,7 @@ REPORT: dict[str, tuple[str, str, str, str]] = {
         "report",
     ),
     "an earlier learning rate counts": (C + "comparison.py", "best is None or record.lr == best.lr]", "True]", "report"),
+    "seeds without a score are not told": (C + "comparison.py", 'if status != "done")', "if False)", "report"),
     "fewer bits are worse": (C + "comparison.py", "score if row.less_is_better else -score, row", "-score, row", "report"),
     "a mechanism wins where it loses": (C + "comparison.py", "theirs / ours) for n", "ours / theirs) for n", "report"),
     "the fastest is taken, whatever it learned": (

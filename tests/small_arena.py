@@ -113,6 +113,16 @@ class Diverging(Softmax):
         return super().answer(*args, **options) * torch.nan
 
 
+class Forgetful(Softmax):
+    """In evaluation the last tokens of all have no answer, as with a table that is too short."""
+
+    def answer(self, *args, **options):
+        y = super().answer(*args, **options)
+        if not self.training:
+            y = y.index_fill(2, torch.arange(3, y.shape[2]), torch.nan)
+        return y
+
+
 class Complaining(Softmax):
     def answer(self, *args, **options):
         warnings.warn("this is slow", stacklevel=1)

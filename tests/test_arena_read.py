@@ -13,6 +13,7 @@ from regard.arena import read_task, retrieval, trivial_floors
 from regard.arena.arena_catalogue import arena_task
 from regard.arena.arena_task import Examples
 from regard.arena.split_cache import cached_floors
+from regard.compare import own_code
 from regard.data.datasets import Splits
 from regard.data.locate import find
 from regard.data.paper_pairs import LabelledPair
@@ -282,3 +283,42 @@ def test_the_real_pairs(monkeypatch):
     monkeypatch.setenv("REGARD_DATA", str(REAL))
     found = arena_task('retrieval(length=64, split="documents")').examples("test")
     assert len(found.targets) == 779 and int(found.targets.sum()) == 392
+
+
+@pytest.mark.parametrize("kind", ["GeneratedTask", "ReadTask"])
+def test_a_changed_task_of_your_own_is_drawn_again(kind, tmp_path, monkeypatch):
+    """The code of a task that is not of the arena is a part of what its splits are kept under."""
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "kept"))
+    (tmp_path / "data" / "imdb").mkdir(parents=True)
+    for part in ("train", "test"):
+        (tmp_path / "data" / "imdb" / f"{part}.jsonl").write_text("{}")
+    monkeypatch.setenv("REGARD_DATA", str(tmp_path / "data"))
+    found = {}
+    for label in (1, 2, 1):
+        path = tmp_path / f"own_{label}.py"
+        path.write_text(OWN_TASK.format(kind=kind, module=OWN_MODULES[kind], label=label))
+        found[label] = own_code.read_task("mine", (str(path),)).examples("test").targets.unique().tolist()
+    assert found == {1: [1], 2: [2]} and len(list((tmp_path / "kept").iterdir())) == 2
+
+
+OWN_MODULES = {"GeneratedTask": "generated_task", "ReadTask": "read_task"}
+OWN_TASK = """
+from dataclasses import dataclass
+import torch
+from regard.arena.arena_task import Examples
+from regard.arena.{module} import {kind}
+
+
+@dataclass(frozen=True)
+class Mine({kind}):
+    name = "mine"
+    needs = "imdb" if "{kind}" == "ReadTask" else ""
+    length, vocab, classes = 8, 100, 3
+    test: int = 4
+
+    def read_examples(self, part):
+        return Examples(torch.arange(8 * 4).view(4, 8), torch.full((4,), {label}))
+
+    def draws(self, generator):
+        yield self.read_examples("")
+"""

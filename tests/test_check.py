@@ -94,6 +94,36 @@ class Detached(Average):
         return (y + y.detach()) / 2, memory
 
 
+class Forgetting(Average):
+    """Chunks of 64 tokens, each of which begins with an empty memory."""
+
+    def scan(self, memory, q, k, v, places):
+        found = []
+        for first in range(0, max(1, q.shape[2]), 64):
+            here = slice(first, first + 64)
+            memory = self.empty(k, v) if first else memory
+            part = places.part(first, min(first + 64, q.shape[2]))
+            y, memory = super().scan(memory, q[:, :, here], k[:, :, here], v[:, :, here], part)
+            found.append(y)
+        return torch.cat(found, 2), memory
+
+
+class Peeking(Average):
+    """Adds the last value of all where there are more than 64 tokens."""
+
+    def scan(self, memory, q, k, v, places):
+        y, memory = super().scan(memory, q, k, v, places)
+        return (y + per_query_head(v[:, :, -1:], q) if q.shape[2] > 64 else y), memory
+
+
+class Undefined(Average):
+    """Has gradients that are NaN in float16, where a square underflows."""
+
+    def read(self, memory, q, places):
+        y = super().read(memory, q, places)
+        return y + 0 * (y * 1e-5).square().sum(-1, keepdim=True).sqrt()
+
+
 class Widening(Average):
     """Answers in float32."""
 
@@ -150,6 +180,9 @@ BROKEN = {
     Mixing: "rows_are_independent",
     Ungrouped: "grouped_heads_are_repeated",
     Detached: "scan_is_the_loop",
+    Forgetting: "stream_is_the_whole_pass scan_is_the_loop",
+    Peeking: "future_is_unseen no_gradient_from_the_future stream_is_the_whole_pass scan_is_the_loop",
+    Undefined: "low_precision_is_close",
     Widening: "low_precision_is_close",
     Numbered: "positions_are_declared permuted_queries",
     Frozen: "shape_and_gradients",
@@ -178,12 +211,14 @@ def test_a_broken_mechanism_keeps_the_other_laws() -> None:
 
 def test_the_smallest_case_shows_the_same_again() -> None:
     (finding,) = check_laws(Ahead, ["future_is_unseen"])
-    sizes = re.search(r"n=(\d+), t=(\d+)\)$", finding.smallest)
+    sizes = re.search(r"n=(\d+), t=(\d+), b=3\)$", finding.smallest)
     assert sizes is not None and (int(sizes[1]), int(sizes[2])) == (2, 0)
     with pytest.raises(LawBroken, match=r"token 0 changes by .* when tokens from 1 on do"):
         future_is_unseen(Case(Ahead), n=2, t=0)
     with pytest.raises(LawBroken, match="gradients of v of scan differ from the loop: off by"):
         scan_is_the_loop(Case(Detached), n=2)
+    (finding,) = check_laws(Forgetting, ["scan_is_the_loop"])
+    assert "n=72" in finding.smallest  # the first length behind a chunk
 
 
 def test_growth_is_checked_where_it_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +327,7 @@ def test_the_command_prints_every_law() -> None:
         "again  from regard.laws",
     ):
         assert part in done.stdout
-    assert "built  layer('checked_pkg:Future', width=32, heads=4, max_len=128, causal=True).to(torch.float64)" in done.stdout
+    assert "built  layer('checked_pkg:Future', width=32, heads=4, max_len=160, causal=True).to(torch.float64)" in done.stdout
 
 
 @pytest.mark.usefixtures("package")

@@ -202,6 +202,21 @@ def test_bits_are_those_of_the_cross_entropy():
     assert score.count == 32 * 5 and score.value == pytest.approx(math.log2(6))
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "bits per token"])
+def test_scores_that_are_not_numbers_count(metric):
+    split, made = load_split(task("next_one"), "test", CPU)
+    split.targets[:, :2], split.targets[:, 2:] = IGNORED, 0
+
+    class Partial(torch.nn.Module):
+        def forward(self, tokens, *_):
+            scores = torch.zeros(*tokens.shape, 6)
+            scores[..., 0], scores[:, 6:] = 1.0, torch.nan
+            return scores
+
+    score = arena_score(target_points(Partial(), split, metric, 5, torch.float32), split, made, {})
+    assert score.count == 32 * 6 and score.value == (4 / 6 if metric == "accuracy" else math.inf)
+
+
 def test_less_is_better_for_bits():
     records = [CellRecord("k", "t", "m", "f", lr, 0, val=val, metric="bits per token") for lr, val in ((1.0, 2.5), (2.0, 1.5))]
     assert best_rate(records) == 2.0
@@ -406,6 +421,33 @@ def test_training_ends_with_a_score_that_is_good_enough(monkeypatch):
             TrainingStep(build_model(own, "softmax", own.model()), own, train, usual), val, CellBudget(usual), 1e-2, 0
         )
         assert found.run().steps == steps
+
+
+def test_there_are_no_more_evaluations_than_steps():
+    own = task("first_token")
+    (train, _), (val, _) = load_split(own, "train", CPU), load_split(own, "val", CPU)
+    usual = replace(own.budget(), evaluations=10, steps=4)
+    found = CellTraining(
+        TrainingStep(build_model(own, "softmax", own.model()), own, train, usual), val, CellBudget(usual), 1e-2, 0
+    ).run()
+    assert [point[0] for point in found.curve] == [1, 2, 3, 4] and all(point[1] > 0 for point in found.curve)
+
+
+def test_gradients_are_not_clipped_where_clip_is_zero():
+    own = task("first_token")
+    train, _ = load_split(own, "train", CPU)
+    weights = []
+    for clip in (0.0, 1e9):
+        torch.manual_seed(0)
+        step = TrainingStep(build_model(own, "softmax", own.model()), own, train, replace(own.budget(), clip=clip))
+        step(torch.arange(8), 1e-2)
+        weights.append(step.model.head.map.weight)
+    assert torch.equal(*weights)
+
+
+def test_a_task_in_two_spellings_is_one():
+    groups = plan_grid(settings("first_token", "first_token()", "first_token(steps=6, tokens=8)"))
+    assert [group.cell.task for group in groups] == ["first_token(tokens=8, steps=6)"]
 
 
 def test_a_task_is_shown_with_the_options_that_are_not_the_usual_ones():

@@ -4,6 +4,7 @@ import errno
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from regard.cli import app
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_run import CannotStore
 from regard.compare.cell_store import CellStore
+from regard.data.text_files import DataError
 from regard.training import atomic_files
 from small_arena import FILES, grid_in_a_process, run_grid, settings
 from warm_processes import warm_start
@@ -108,6 +110,54 @@ def test_a_crash_is_tried_again_and_a_divergence_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("regard.compare.worker_pool.run_job", lambda job: seen.append(job.cell.mixer) or job.cell.record())
     records = run_grid(tmp_path, grid)
     assert seen == ["small_arena:Raising"] and [record.status for record in records] == [done, "diverged"]
+
+
+def test_finished_cells_stay_where_the_data_set_is_missing(tmp_path, monkeypatch):
+    """They are shown as before, whatever the keys of models are that cannot be built now; other cells say what is missing."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    (data / "imdb").mkdir(parents=True)
+    for part in ("train", "test"):
+        (data / "imdb" / f"{part}.jsonl").write_text("{}")
+    monkeypatch.setenv("REGARD_DATA", str(data))
+    grid = settings("absent", mixers=["softmax", "gla"])
+    before = [record.to_json() for record in run_grid(run, grid)]
+    assert {record["status"] for record in before} == {"done"}
+    files = {path.name: path.read_bytes() for path in (run / "cells").iterdir()}
+    monkeypatch.delenv("REGARD_DATA")
+    more = replace(grid, mixers=("softmax", "gla", "linear"))
+    found = [record.to_json() for record in run_grid(run, more)]
+    by_key = sorted(before, key=lambda record: record["key"])
+    assert sorted(found[:-1], key=lambda record: record["key"]) == by_key
+    assert (found[-1]["mixer"], found[-1]["status"]) == ("linear", "missing data")
+    assert not (run / "replaced").exists()
+    assert files.items() <= {path.name: path.read_bytes() for path in (run / "cells").iterdir()}.items()
+    monkeypatch.setenv("REGARD_DATA", str(data))
+    again = run_grid(run, more)
+    assert [record.to_json() for record in again if record.mixer != "linear"] == before
+    assert {record.status for record in again} == {"done"}
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, DataError])
+def test_costs_that_crashed_are_measured_again(tmp_path, monkeypatch, kind):
+    def fall(*_):
+        raise kind("it fell")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("regard.compare.cell_run.cell_costs", fall)
+        (record,) = run_grid(tmp_path, settings(rates=(1e-3,)))
+    assert record.costs["notes"] == {"costs": f"{kind.__name__}: it fell"} and record.final
+    (again,) = run_grid(tmp_path, settings(rates=(1e-3,)))
+    assert again.costs["train_steps_per_s"] > 0 and again.test == record.test
+
+
+@pytest.mark.parametrize("name", ["first_token", "next_one"])
+def test_answers_that_are_not_numbers_are_no_score(tmp_path, name):
+    """What is NaN in evaluation alone is wrong, or diverged where bits are counted: never left out."""
+    (record,) = run_grid(tmp_path, settings(name, mixers=["small_arena:Forgetful"], rates=(1e-2,)))
+    if name == "next_one":
+        assert (record.status, record.reason) == ("diverged", "no score on validation is a finite number")
+    else:
+        assert record.status == "done" and record.val == record.test == 0.0 and record.test_count == 32
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])

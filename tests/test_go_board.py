@@ -173,6 +173,8 @@ def test_games_are_written_and_read_again():
     assert text.startswith("(;GM[1]FF[4]CA[UTF-8]SZ[9]RE[B+R]")
     assert read_sgf("(;SZ[9]\n;B[cc](;W[dd];B[ee])(;W[ff]))").moves == [20, 30, 40]  # the first branch is the main line
     assert [point_of(letters_of(x, 19), 19) for x in (0, 18, 360, None)] == [0, 18, 360, None]
+    old = read_sgf("(;GaMe[1]FileFormat[3]SiZe[9];Black[cc];White[dd])")  # lower-case letters mean nothing
+    assert old.size == 9 and old.moves == [20, 30]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_games_are_written_and_read_again():
         ("(;SZ[9];B[zz])", "'zz' is no point of a board of 9 x 9"),
         ("(;SZ[9];B[aa];W[aa])", "white cannot play A9"),
         ("(;SZ[9]AB[aa][bb])", "AB sets up stones"),
+        ("(;SiZe[9]AddBlack[aa][bb];White[cc])", "AB sets up stones"),
         ("(;SZ[9:13])", "no size of a square board"),
         ("(;SZ[\u00b2])", "no size of a square board"),
         ("(;GM[3]SZ[9])", "another game than Go"),

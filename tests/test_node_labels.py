@@ -184,6 +184,17 @@ def test_a_file_of_cora_is_read_or_refused_by_name(tmp_path: Path) -> None:
         ({"indices": [0, 2, 1, 2, 4, 0]}, "words go from 0 to 3, but one is 4"),
         ({"data": [2] * 6}, "data that is all 1"),
         ({"test_idx": [9]}, "test_idx names papers that are not there"),
+        ({"indptr": [0, 2, 3, 5, 4, 6]}, "indptr does not cut 6 words into those of 5 papers"),
+        ({"indptr": [0, 2, 3, 5, 5, 5]}, "indptr does not cut"),
+        ({"indptr": [1, 2, 3, 5, 5, 6]}, "indptr does not cut"),
+        ({"indices": [0.5, 2, 1, 2, 3, 0]}, r"indices has float64 of shape \(6,\), not whole numbers"),
+        ({"label": [[0, 1, 0, 1, 1]]}, r"label has int64 of shape \(1, 5\)"),
+        ({"edges": [0, 1]}, r"edges has int64 of shape \(2,\), not whole numbers of shape \(2, 2\)"),
+        ({"edges": [[0, 1, 2]]}, r"edges has int64 of shape \(1, 3\)"),
+        ({"shape": [5]}, r"shape has int64 of shape \(1,\)"),
+        ({"shape": [5, 0]}, r"shape is \[5, 0\]"),
+        ({"data": [1] * 5}, "with 6 indices and 5 data"),
+        ({"train_idx": 0}, r"train_idx has int64 of shape \(\)"),
     ):
         with pytest.raises(DataError, match=match):
             read_cora(save_cora(tmp_path / "planetoid", **changes))

@@ -489,3 +489,11 @@ def test_heads_do_not_drop_the_same_pairs(text, set_limits):
     q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
     assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))
+
+
+@pytest.mark.parametrize("mixer", ["bigbird", "sparse(pattern=PerHead([Local(3), Random(1, 4, past=True, per_head=True)]))"])
+def test_a_drawn_pattern_needs_no_numbers_to_be_counted(mixer):
+    """FLOPs are counted on the meta device, whose positions have no numbers."""
+    with torch.device("meta"):
+        made = layer(mixer, width=32, heads=4, causal=True)
+    assert made(torch.empty(1, 16, 32, device="meta")).shape == (1, 16, 32)

@@ -153,6 +153,27 @@ def test_the_recommendation_follows_from_the_numbers():
     assert recommendations(compare_records([scored("x", None, 1.0, final=False)])) == ["task (n = 128): no mixer has a score."]
 
 
+def test_seeds_without_a_score_are_told():
+    """Two of three seeds have a score: wherever the row is named as the best, it says so."""
+    cells = [
+        record("task", mixer, "kernel", 1e-3, seed, quality)
+        for mixer, quality in (("gla", 0.95), ("softmax", 0.5))
+        for seed in range(3)
+    ]
+    for place, one in enumerate(cells):
+        finished(one, place)
+    cells[1] = record("task", "gla", "kernel", 1e-3, 1, 0.0, status="diverged", reason="not finite", val=None, curve=[])
+    cells.append(record("task", "gla", "kernel", 1e-2, 2, 0.0, status="crashed", val=None))  # of another learning rate
+    found = compare_records(cells)
+    row = found.rows[0]
+    assert (row.mixer, len(row.scores), row.lost) == ("gla", 2, "1 of 3 seeds diverged") and row.lost in row.note
+    lines = recommendations(found)
+    assert "take gla (1 of 3 seeds diverged), " in lines[0]
+    assert all("1 of 3 seeds diverged" in line for line in lines if "gla" in line)
+    assert "2 (1 of 3 seeds diverged)" in "".join(read(page(cells)).text)
+    assert found.rows[1].lost == ""
+
+
 def test_readers_of_a_part_of_the_answer_are_no_floor():
     cells = [scored("softmax", 0.4, 1.0)]
     cells[0].floors = {"most frequent": 0.2, "levels of operators evaluated: 3": 0.8}
@@ -192,6 +213,37 @@ def test_all_numbers_of_the_records_are_on_the_page():
             assert row["parameters"] == expected["parameters"]
     shown = "".join(read(page(records)).text)
     assert "93.8 %" in shown and "25.0 %" in shown and "not up to" not in shown and "about 600" in shown
+
+
+def test_lengths_from_which_a_mechanism_wins_are_those_that_were_compared():
+    def row(mixer, times):
+        lengths = [
+            {"n": n, "batch": 1, "step_ms": ms, "forward_ms": ms, "peak_bytes": None, "reason": ""} for n, ms in times.items()
+        ]
+        return scored(mixer, 0.9, 1.0, cost_by_length=lengths)
+
+    linear = row("linear", {1024: 6.0, 65536: 60.0})
+    assert not re.search("not up to|or less|about [0-9]", page([linear, row("Local(8)", {1024: 5.0})]))
+    assert "not up to" not in page([linear, row("softmax", {256: 5.0})])
+    assert "not up to 1,024" in page([linear, row("softmax", {1024: 5.0, 65536: None})])
+    assert "1,024 or less" in page([row("linear", {256: 1.0, 1024: 1.0}), row("softmax", {1024: 5.0})])
+
+
+def test_tasks_on_which_nothing_was_learned_have_no_scale():
+    """Between a floor and a best score below it the order is the other way round."""
+    for metric, score, floors, learned in (
+        ("accuracy", 0.48, {"chance": 0.5}, False),
+        ("accuracy", 0.5, {"chance": 0.5}, False),
+        ("accuracy", 0.6, {"chance": 0.5}, True),
+        ("accuracy", 0.6, {}, True),
+        ("bits per token", 2.1, {"unigrams": 2.0}, False),
+        ("bits per token", 1.9, {"unigrams": 2.0}, True),
+        ("bits per token", 1.9, {}, False),
+    ):
+        worse = score + 0.1 if metric == "bits per token" else score - 0.1
+        text = page([scored(mixer, x, 1.0, metric, floors=floors) for mixer, x in (("softmax", score), ("linear", worse))])
+        assert data_of(text)["tasks"][0]["learned"] is learned
+    assert "if (!task.learned) continue;" in text
 
 
 def test_hostile_names_stay_text():
@@ -358,6 +410,21 @@ def test_a_logarithmic_axis_within_a_decade_has_numbers(most):
     axis = figure.axes[0].yaxis
     assert [text for text in (label.get_text() for label in axis.get_ticklabels(which="both")) if text]
     assert len(figure.axes[0].xaxis.get_ticklabels(which="both")) == 2
+
+
+def test_dollars_in_names_are_no_mathematics():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Bubble, Curve, bubble_plot, curve_plot, layers_plot
+
+    name = "own(text='$x_$')"
+    words = AxesWords(name, name, name, ticks=[(1.0, name)])
+    for figure in (
+        curve_plot([Curve(name, name, [1.0], [1.0])], words),
+        bubble_plot([Bubble(name, name, 1.0, 0.5, None, None, None)], words),
+        layers_plot([(name, torch.eye(4))], name),
+    ):
+        FigureCanvasAgg(figure).draw()  # would not be able to read it
 
 
 @pytest.mark.parametrize("kind", ["lines", "one matrix"])

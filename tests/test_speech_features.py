@@ -222,6 +222,15 @@ def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):
         expected = {1: [-1.0, 0.0, 127 / 128], 3: [-0.5, 0.0], 4: [0.5, 0.0]}[width]
         assert read_wav(tmp_path / "b.wav").samples.tolist() == pytest.approx(expected)
     whole = (tmp_path / "a.wav").read_bytes()
+    long = struct.pack("<4sI4s", b"LIST", 3, b"abc") + struct.pack("<4sIHH", b"fmt ", 40, 0xFFFE, 1) + whole[24:36]
+    whole_numbers, floats = (
+        long + struct.pack("<HHIH", 22, 16, 4, tag) + bytes.fromhex("0000 0000 1000 8000 00aa 0038 9b71") for tag in (1, 3)
+    )
+    extensible = whole_numbers + whole[36:]
+    extensible = struct.pack("<4sI4s", b"RIFF", 4 + len(extensible), b"WAVE") + extensible
+    assert torch.equal(parse_wav(extensible, "long.wav").samples, found.samples)
+    with pytest.raises(DataError, match=r"long\.wav is not a wav file of PCM samples"):
+        parse_wav(extensible.replace(whole_numbers, floats), "long.wav")
     for raw, why in (
         (whole[:100], "cut off"),
         (b"RIFFnothing", "not a wav"),

@@ -61,7 +61,7 @@ class ArenaBudget:
     weight_decay: float = 0.01
     warmup: float = 0.1  # of all steps
     evaluations: int = 10  # on validation, equally spaced, the last one at the end
-    clip: float = 1.0  # of the gradient's norm
+    clip: float = 1.0  # of the gradient's norm, 0: none
     stop: float = 0.0  # training ends with an evaluation of this score or a better one; 0: with the last step
     buckets: int = 1  # padded lengths of batches, where examples differ in length: a batch has examples of about one length
 

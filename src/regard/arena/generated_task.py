@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
-from regard.arena.split_cache import cached_split
+from regard.arena.split_cache import cached_split, split_key
 from regard.options import check_positive
 
 DRAW_ORDER: tuple[ExamplesPart, ...] = ("test", "val", "train")  # the small splits need not wait for the large one
@@ -41,7 +41,7 @@ class GeneratedTask(ArenaTask):
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; its examples differ from each other and from those of the other splits."""
-        return cached_split(f"{self.plain()} {part}", lambda: self.first_examples(part, getattr(self, part)))
+        return cached_split(split_key(self, part), lambda: self.first_examples(part, getattr(self, part)))
 
     def first_examples(self, part: ExamplesPart, count: int) -> Examples:
         """Return the first examples of a split, without drawing the others of it."""

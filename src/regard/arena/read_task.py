@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart, SideTargets
 from regard.arena.hidden_tokens import hide_tokens
-from regard.arena.split_cache import cached_split
+from regard.arena.split_cache import cached_split, split_key
 from regard.data.locate import find
 from regard.data.text_files import DataError
 
@@ -35,7 +35,8 @@ class ReadTask(ArenaTask):
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; where REGARD_CACHE names a folder, it is kept there for as long as the files have the same sizes."""
-        return cached_split(f"{self.plain()} {part} {folder_sizes(self.needs)}", lambda: self.read_examples(part))
+        key, sizes = split_key(self, part), folder_sizes(self.needs)
+        return cached_split(key and f"{key} {sizes}", lambda: self.read_examples(part))
 
     def read_examples(self, part: ExamplesPart) -> Examples:
         """Read one split."""

@@ -14,16 +14,26 @@ from typing import IO
 import numpy as np
 import torch
 
-from regard.arena.arena_task import Examples
+from regard.arena.arena_catalogue import task_source
+from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
 from regard.data.text_files import DataError
 
 GENERATOR_VERSION = 1  # raised when a generator changes: older files are not read again
 SLICE_PREFIX = "slice "
 
 
-def cached_split(key: str, make: Callable[[], Examples]) -> Examples:
-    """Return the split of a key from `$REGARD_CACHE`, or make it and keep it there; without that variable, make it."""
-    path = _cache_path(key, "npz")
+def split_key(task: ArenaTask, part: ExamplesPart) -> str | None:
+    """Return what a split is kept under: the task, and the code of one of your own; None where that is in no file."""
+    try:
+        source = task_source(task)
+    except (OSError, TypeError):  # a class that was typed in
+        return None
+    return " ".join(filter(None, [str(task.plain()), part, source]))
+
+
+def cached_split(key: str | None, make: Callable[[], Examples]) -> Examples:
+    """Return the split of a key from `$REGARD_CACHE`, or make it and keep it there; without that variable or a key, make it."""
+    path = None if key is None else _cache_path(key, "npz")
     if path is None:
         return make()
     if path.exists():

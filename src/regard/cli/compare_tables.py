@@ -48,7 +48,8 @@ def _cells(row: ComparedRow) -> list[str]:
     score = _score(row.score, row.metric) + spread
     speed = [_number(costs.get("train_steps_per_s")), _number(costs.get("infer_tokens_per_s")), _number(costs.get("decode_ms"))]
     memory = [_number(costs.get("peak_bytes"), 1e6), _number(costs.get("state_bytes"), 1e3)]
-    return [row.mixer, row.family, score, str(len(row.scores)), lr, _number(row.parameters), *speed, *memory]
+    seeds = f"{len(row.scores)} ({row.lost})" if row.lost else str(len(row.scores))
+    return [row.mixer, row.family, score, seeds, lr, _number(row.parameters), *speed, *memory]
 
 
 def _score(value: float | None, metric: str) -> str:

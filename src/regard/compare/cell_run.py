@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator
 from functools import lru_cache
@@ -35,6 +36,7 @@ ReportShare = Callable[[float], None]
 JobParts = Generator[None, None, CellRecord]
 _GRAPHS = {"cuda": "a step is one CUDA graph", "cpu": "none on a CPU"}
 _WARM = WarmSteps()  # of this process
+COSTS_CRASHED = "costs"  # the note of costs whose measurement crashed
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
 
 
@@ -106,7 +108,7 @@ def _failed(job: CellJob, error: Exception) -> CellRecord:
         reason = NO_MEMORY
     if isinstance(error, Diverged):
         return job.cell.record(status="diverged", reason=str(error))
-    if isinstance(error, DataError):
+    if isinstance(error, DataError) and job.kind != "costs":  # the score of a tested cell stays
         return job.cell.record(status="missing data", reason=str(error))
     return crashed_record(job, reason)
 
@@ -114,7 +116,7 @@ def _failed(job: CellJob, error: Exception) -> CellRecord:
 def crashed_record(job: CellJob, reason: str) -> CellRecord:
     """Record a crash: of the costs alone where the cell was trained already."""
     if job.kind == "costs" and job.record is not None:
-        job.record.costs = {"n": job.cell.length, "notes": {"costs": reason}}
+        job.record.costs = {"n": job.cell.length, "notes": {COSTS_CRASHED: reason}}
         job.record.cost_by_length = [{"n": n, "reason": reason} for n in job.cell.grid.lengths]
         return job.record
     return job.cell.record(status="crashed", reason=reason)
@@ -141,8 +143,8 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
     record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or _GRAPHS[device.type]}
-    if trained.val is None or trained.val != trained.val:
-        raise Diverged("no score on validation is a number")
+    if trained.val is None or not math.isfinite(trained.val):
+        raise Diverged("no score on validation is a finite number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}
     record.weights = _stored(lambda: CellStore(Path(job.folder)).save_weights(cell.key, trained.weights, about))
     _WARM.give(cell, step)
@@ -167,6 +169,8 @@ def _test(job: CellJob, report: ReportShare | None) -> JobParts:
     split, made = _split(cell.task, cell.grid.files, "test", device)
     points = target_points(model, split, task.metric, EVALUATED[device.type] * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
     score = arena_score(points, split, made, task.slice_names)
+    if not math.isfinite(score.value):
+        raise Diverged("the score on test is not a finite number")
     record.test, record.test_count, record.slices, record.final = score.value, score.count, score.slices, True
     return record
 

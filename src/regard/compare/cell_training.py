@@ -95,7 +95,10 @@ class CellTraining:
         """Train, with a stop behind every few steps that were started: other cells may start theirs before these are done."""
         count = self.budget.usual.evaluations
         for number in range(1, count + 1):
+            before = self.found.steps
             yield from self._train_to(self.budget.total * number / count)
+            if self.found.steps == before:  # more evaluations than steps: these weights have a score
+                continue
             with self.step.on_stream():
                 self._evaluate()
             if self._is_learned():

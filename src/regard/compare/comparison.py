@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ STUDENT = (  # the same for few seeds, by degrees of freedom from 1 on
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
+_LOST = {"missing data": "without data"}
 SPEEDS = ("train_tokens_per_s", "infer_tokens_per_s", "decode_tokens_per_s")
 MEMORIES = ("peak_bytes", "state_bytes")
 
@@ -52,6 +54,7 @@ class ComparedRow:
     lr: float | None = None
     parameters: int | None = None
     note: str = ""
+    lost: str = ""  # how many seeds of the chosen learning rate have no score, and why: "1 of 3 seeds diverged"
     costs: dict[str, Any] = field(default_factory=dict)
     by_length: list[dict[str, Any]] = field(default_factory=list)
     wins_from: float | None = None  # tokens of a sequence from which a training step is faster than that of softmax
@@ -65,6 +68,11 @@ class ComparedRow:
     @property
     def less_is_better(self) -> bool:
         return self.metric in LESS_IS_BETTER
+
+    @property
+    def told_name(self) -> str:
+        """Return the mixer, with the seeds that have no score behind it."""
+        return f"{self.mixer} ({self.lost})" if self.lost else self.mixer
 
 
 @dataclass
@@ -152,6 +160,8 @@ def _compared(records: Sequence[CellRecord]) -> ComparedRow:
     row.low, row.high, row.interval = score_interval(row.scores, final[0].test_count, first.metric)
     head = final[0]
     row.val, row.lr, row.curve, row.train_seconds, row.weights = head.val, head.lr, head.curve, head.train_seconds, head.weights
+    row.lost = _lost_seeds([r for r in records if r.lr == row.lr])
+    row.note = "; ".join(filter(None, [row.note, row.lost]))
     row.slices = _mean_slices(final)
     row.costs = _with_decoding(next((r.costs for r in final if r.costs), {}))
     row.by_length = next((r.cost_by_length for r in final if r.cost_by_length), [])
@@ -166,6 +176,13 @@ def _chosen_cells(final: Sequence[CellRecord]) -> list[CellRecord]:
             best = record
     chosen = [record for record in final if best is None or record.lr == best.lr]
     return sorted(chosen, key=lambda record: record.seed)
+
+
+def _lost_seeds(records: Sequence[CellRecord]) -> str:
+    """Say how many seeds of one learning rate have no score, by the reason."""
+    seeds = {record.seed: record.status for record in records}
+    counts = Counter(status for status in seeds.values() if status != "done")
+    return ", ".join(f"{count} of {len(seeds)} seeds {_LOST.get(status, status)}" for status, count in counts.items())
 
 
 def _with_decoding(costs: dict[str, Any]) -> dict[str, Any]:

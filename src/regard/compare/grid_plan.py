@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from regard.arena.arena_catalogue import task_source
 from regard.arena.arena_task import ArenaBudget, ArenaModel, ArenaTask
 from regard.arena.quick_tasks import QUICK_TASKS
 from regard.catalogue import CATALOGUE
 from regard.compare.cell_record import RECORD_FORMAT, CellRecord, is_better
 from regard.compare.compared_model import MatchedModel, is_causal, matched_model
-from regard.compare.own_code import own_source, read_task, task_source
+from regard.compare.own_code import own_source, read_task
 from regard.compare.size_changes import changed_sizes
 from regard.data.locate import find
 from regard.data.text_files import DataError
@@ -113,6 +114,11 @@ class PlannedGroup:
     rates: tuple[float, ...]
     refused: CellRecord | None = None
 
+    @property
+    def lacks_data(self) -> bool:
+        """Return whether its data set is not here: without it the model, and so the keys of its cells, are not known."""
+        return self.refused is not None and self.refused.status == "missing data"
+
     def search(self) -> list[Cell]:
         """Return the cells of all learning rates, with seed 0."""
         return [self.cell.at(lr, 0) for lr in self.rates]
@@ -126,7 +132,7 @@ def plan_grid(grid: GridSettings) -> list[PlannedGroup]:
     """Plan every task with every mixer. Mistakes in names raise a ValueError; what a mechanism cannot do is a refused group."""
     if not grid.tasks or not grid.mixers:
         raise ValueError("a comparison needs a task and a mixer or more")
-    tasks = {text: read_task(text, grid.files) for text in grid.tasks}
+    tasks = {str(task): task for task in (read_task(text, grid.files) for text in grid.tasks)}  # one that has two spellings, once
     specs = {text: Spec.parse(text) for text in grid.mixers}
     return [_planned(grid, task, text, spec) for task in tasks.values() for text, spec in specs.items()]
 

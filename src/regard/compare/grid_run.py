@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from regard.compare.cell_record import CellRecord
-from regard.compare.cell_run import CannotStore, CellJob
+from regard.compare.cell_run import COSTS_CRASHED, CannotStore, CellJob
 from regard.compare.cell_store import CellStore
 from regard.compare.grid_plan import Cell, PlannedGroup, best_rate
 from regard.compare.worker_pool import SameProcess, WorkerPool
@@ -31,6 +31,7 @@ class GridRun:
         self.records: dict[str, CellRecord] = {}
         self.shares: dict[str, float] = {}  # of jobs that run
         self.group_of: dict[tuple[str, str], PlannedGroup] = {(g.cell.task, g.cell.mixer): g for g in groups}
+        self.without_data: dict[tuple[str, str], list[CellRecord]] = {}  # finished ones of groups whose data set is not here now
         self._read_earlier()
 
     @property
@@ -42,7 +43,7 @@ class GridRun:
     def run(self) -> list[CellRecord]:
         """Run until nothing is left; returns the records of the plan."""
         for group in self.groups:
-            if group.refused is not None:
+            if group.refused is not None and group.refused.group not in self.without_data:
                 self._keep(group.refused)
         self._work(self._next_jobs)
         for group in self.groups:
@@ -53,6 +54,9 @@ class GridRun:
         """Return the records of this plan, in its order."""
         found: list[CellRecord] = []
         for group in self.groups:
+            if group.refused is not None and group.refused.group in self.without_data:
+                found += self.without_data[group.refused.group]
+                continue
             keys = [group.refused.key] if group.refused else [cell.key for cell in self._cells(group)]
             found += [self.records[key] for key in keys if key in self.records]
         return found
@@ -65,10 +69,15 @@ class GridRun:
         return list({cell.key: cell for cell in [*search, *later]}.values())
 
     def _read_earlier(self) -> None:
-        """Read the records of earlier runs; those of the same groups with other settings or other code are set aside."""
+        """Read the records of earlier runs; those of the same groups with other settings or other code are set aside.
+
+        Finished records of a group whose data set is not here now are left as they are, and are its records.
+        """
         for record in self.store.records():
             group = self.group_of.get(record.group)
-            if group is not None and group.cell.at(record.lr, record.seed).key != record.key:
+            if group is not None and group.lacks_data and record.status not in TRIED_AGAIN:
+                self.without_data.setdefault(record.group, []).append(record)
+            elif group is not None and group.cell.at(record.lr, record.seed).key != record.key:
                 self.store.set_aside(record)
         self.store.damaged.clear()  # each is listed when its cell is read
         for group in self.groups:
@@ -145,7 +154,10 @@ class GridRun:
         return jobs
 
     def _cost_jobs(self, group: PlannedGroup) -> list[CellJob]:
-        """Return the measurement of a group whose model was tested, unless it was made at these lengths, or is not wanted."""
+        """Return the measurement of a group whose model was tested, unless it was made at these lengths, or is not wanted.
+
+        One that crashed is made again by the next run.
+        """
         if group.refused is not None or not group.cell.grid.costs:
             return []
         for cell in self._cells(group):
@@ -153,7 +165,8 @@ class GridRun:
             if record is None or not record.final or record.seed != 0:
                 continue
             lengths = [row["n"] for row in record.cost_by_length]
-            if not record.costs or lengths != list(cell.grid.lengths):
+            crashed = COSTS_CRASHED in record.costs.get("notes", {})
+            if not record.costs or crashed or lengths != list(cell.grid.lengths):
                 return [CellJob("costs", cell, str(self.store.folder), record)]
         return []
 

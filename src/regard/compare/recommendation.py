@@ -49,22 +49,27 @@ def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[
     good = [row for row in alike_best(rows) if above_floor(row, task.best_floor)]
     timed = [row for row in good if row.costs.get("train_tokens_per_s")]
     if not timed:
-        return f"{name}: {best.mixer} is the best, {score}. No speed was measured."
+        return f"{name}: {best.told_name} is the best, {score}. No speed was measured."
     fastest = max(timed, key=lambda row: row.costs["train_tokens_per_s"])
     alike = "it is the best" if len(good) == 1 else f"the fastest of {len(good)} mixers that cannot be told apart from the best"
     beside = _beside(fastest, full_row(every, task.name))
-    beyond = "" if fastest is best else f" ({best.mixer}, {score})"
+    beyond = "" if fastest is best else f" ({best.told_name}, {score})"
     own = f"{score_text(fastest.score, task.metric)}; {alike}{beyond}"
-    return f"{name}: take {fastest.mixer}, {own}.{beside}{_faster(fastest, scored, task)}"
+    return f"{name}: take {fastest.told_name}, {own}.{beside}{_faster(fastest, scored, task)}"
+
+
+def _also(words: str) -> str:
+    return f", {words}" if words else ""
 
 
 def _at_floor(best: ComparedRow, task: ComparedTask) -> str:
     """Describe a best score that is not certainly better than a trivial one."""
     floor, score = score_text(task.best_floor, task.metric), score_text(best.score, task.metric)
     if best.score is not None and not is_better(task.metric, best.score, task.best_floor):
-        return f"nothing was learned: the best score, {score} of {best.mixer}, does not reach the floor of {floor}. Train longer."
+        found = f"the best score, {score} of {best.told_name}"
+        return f"nothing was learned: {found}, does not reach the floor of {floor}. Train longer."
     interval = f"{score_text(best.low, task.metric)} to {score_text(best.high, task.metric)}"
-    best_text = f"the best score, {score} of {best.mixer} (95 %: {interval})"
+    best_text = f"the best score, {score} of {best.told_name} (95 %: {interval})"
     return f"{best_text}, cannot be told apart from the floor of {floor}. Train more seeds."
 
 
@@ -77,7 +82,8 @@ def _faster(chosen: ComparedRow, rows: Sequence[ComparedRow], task: ComparedTask
         if row.costs[key] > found[-1].costs[key]:
             found.append(row)
     named = [
-        f"{row.mixer} ({row.costs[key] / chosen.costs[key]:.2f} x, {score_text(row.score, row.metric)})" for row in found[1:]
+        f"{row.mixer} ({row.costs[key] / chosen.costs[key]:.2f} x, {score_text(row.score, row.metric)}{_also(row.lost)})"
+        for row in found[1:]
     ]
     return f" Faster, with worse scores: {', '.join(named[:NAMED])}." if named else ""
 
@@ -132,7 +138,8 @@ def _length_line(comparison: Comparison, n: int, good: set[str], machine: str) -
         why = "no mixer is among the best on all tasks" if learned else "nothing was learned on any task"
         only = f"{quickest} is the fastest, {_ms(times[quickest])} a step, but {why}."
         return f"For n = {n:,} on {machine}: {only}"
-    named = ", ".join(f"{name} ({_step_text(times[name], exact, name)})" for name in ranked[:NAMED])
+    lost = {row.mixer: row.lost for row in comparison.rows if row.lost}
+    named = ", ".join(f"{name} ({_step_text(times[name], exact, name)}{_also(lost.get(name, ''))})" for name in ranked[:NAMED])
     return (
         f"For n = {n:,} on {machine}: by time of a training step, among the best mixers of all tasks that were learned: {named}."
     )

@@ -181,7 +181,7 @@
     for (const task of data.tasks) {
       const rows = data.rows.filter(r => r.task === task.name && r.score != null);
       const best = rows.length ? rows[0].score : null, floor = task.best_floor ?? 0;
-      if (best == null || best === floor) continue;
+      if (!task.learned) continue; // between its floor and its best score there is no scale
       for (const r of rows) {
         const own = found.get(r.mixer) || {family: r.family, parts: [], speeds: [], memory: []};
         own.parts.push((r.score - floor) / (best - floor));
@@ -264,7 +264,7 @@
     }));
   }
   function csv() {
-    const keys = ["task", "mixer", "family", "metric", "score", "low", "high", "val", "lr", "parameters", "wins_from", "wins_from_forward", "reason"];
+    const keys = ["task", "mixer", "family", "metric", "score", "low", "high", "val", "lr", "parameters", "lost", "wins_from", "wins_from_forward", "reason"];
     const costs = ["n", "batch", "train_steps_per_s", "train_tokens_per_s", "infer_tokens_per_s", "decode_ms", "peak_bytes", "state_bytes"];
     const cell = v => { const t = v == null ? "" : String(v); return /[",\n]/.test(t) ? '"' + t.replaceAll('"', '""') + '"' : t; };
     const lines = [[...keys, ...costs].join(","), ...data.rows.map(r => [...keys.map(k => r[k]), ...costs.map(k => r.costs[k])].map(cell).join(","))];

@@ -7,7 +7,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from regard.compare.comparison import ComparedRow, Comparison, full_row, settings_of, speed_ratio
+from regard.compare.cell_record import is_better
+from regard.compare.comparison import ComparedRow, ComparedTask, Comparison, full_row, settings_of, speed_ratio
 from regard.compare.trained_layers import TrainedLayers
 from regard.plots.colours import family_shades
 
@@ -19,7 +20,9 @@ def report_data(comparison: Comparison, trained: TrainedLayers) -> dict[str, Any
     shades = family_shades(comparison.families)
     settings = {record.task: settings_of(record) for record in reversed(comparison.records)}
     tasks = [
-        asdict(task) | {"label": task.label, "best_floor": task.best_floor, "settings": settings[task.name]}
+        asdict(task)
+        | {"label": task.label, "best_floor": task.best_floor, "settings": settings[task.name]}
+        | {"learned": _learned(task, comparison)}
         for task in comparison.tasks
     ]
     spectra = [
@@ -41,6 +44,12 @@ def report_data(comparison: Comparison, trained: TrainedLayers) -> dict[str, Any
         "made_with": comparison.made_with,
     }
     return plain(found)
+
+
+def _learned(task: ComparedTask, comparison: Comparison) -> bool:
+    """Return whether the best score of a task is better than its best floor, 0 where it has none."""
+    best = next((row.score for row in comparison.of_task(task.name) if row.score is not None), None)
+    return best is not None and is_better(task.metric, best, task.best_floor or 0.0)
 
 
 def _row_data(row: ComparedRow, comparison: Comparison) -> dict[str, Any]:

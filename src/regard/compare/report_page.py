@@ -140,11 +140,15 @@ def _score_cells(row: ComparedRow, task: ComparedTask, full: ComparedRow | None)
     interval = "" if row.low is None else f"{score_text(row.low, metric)} to {score_text(row.high, metric)} ({row.interval})"
     above = "" if task.best_floor is None else "yes" if above_floor(row, task.best_floor) else "no"
     ratio = speed_ratio(row, full, "train_tokens_per_s")
-    cells = [row.mixer, score_text(row.score, metric), interval or row.interval, str(len(row.scores)), above]
+    cells = [row.mixer, score_text(row.score, metric), interval or row.interval, _seeds(row), above]
     cells += [score_text(row.val, metric), _number(row.lr), "" if row.parameters is None else f"{row.parameters:,}"]
     cells += [_number(costs.get("train_tokens_per_s")), "" if ratio is None else f"{ratio:.2f} x"]
     cells += [_number(costs.get("infer_tokens_per_s")), _number(costs.get("decode_ms"))]
     return [*cells, _size(costs.get("peak_bytes"), 2**20), _size(costs.get("state_bytes"), 2**10)]
+
+
+def _seeds(row: ComparedRow) -> str:
+    return f"{len(row.scores)} ({row.lost})" if row.lost else str(len(row.scores))
 
 
 def _cost_table(task: ComparedTask, comparison: Comparison) -> str:
@@ -153,12 +157,12 @@ def _cost_table(task: ComparedTask, comparison: Comparison) -> str:
     if not rows:
         return ""
     head = ["mixer", *(f"step ms (MiB) at {n:,}" for n in lengths), "training faster than softmax from", "forward from"]
+    full = full_row(rows, task.name)
     lines = []
     for row in rows:
         points = {point["n"]: point for point in row.by_length}
         cells = [_point_text(points.get(n, {})) for n in lengths]
-        own = row.mixer == "softmax"
-        wins = ["" if own else _from(row.wins_from, lengths), "" if own else _from(row.wins_from_forward, lengths)]
+        wins = [_from(row.wins_from, row, full, "step_ms"), _from(row.wins_from_forward, row, full, "forward_ms")]
         lines.append(_line(row, [row.mixer, *cells, *wins]))
     return (
         f'<section class=of-task data-task="{escape(task.name)}"><h2>Costs by length, model of {escape(task.label)}</h2>'
@@ -173,10 +177,18 @@ def _point_text(point: dict[str, Any]) -> str:
     return f"{_number(point['step_ms'])}{f' ({size})' if size else ''}"
 
 
-def _from(length: float | None, lengths: Sequence[int]) -> str:
+def _from(length: float | None, row: ComparedRow, full: ComparedRow | None, key: str) -> str:
+    """Say from which length a mechanism is faster than softmax, of the lengths at which both were measured."""
+    both = [] if full is None or row is full else _measured(row, key) & _measured(full, key)
+    if not both:
+        return ""
     if length is None:
-        return f"not up to {max(lengths):,}"
-    return f"{lengths[0]:,} or less" if length <= lengths[0] else f"about {length:,.0f}"
+        return f"not up to {max(both):,}"
+    return f"{min(both):,} or less" if length <= min(both) else f"about {length:,.0f}"
+
+
+def _measured(row: ComparedRow, key: str) -> set[int]:
+    return {point["n"] for point in row.by_length if point.get(key)}
 
 
 def _number(value: float | None) -> str:

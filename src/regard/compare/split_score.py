@@ -24,7 +24,10 @@ def target_losses(scores: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def target_points(model: ComparedModel, split: DeviceSplit, metric: str, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return what every target adds to the score, on the host: 1 for a right label, or its bits; NaN where nothing is scored."""
+    """Return what every target adds to the score, on the host: 1 for a right label, or its bits; NaN where there is no target.
+
+    Where scores are NaN the label is wrong, and the bits are infinite.
+    """
     model.eval()
     found = []
     device = split.tokens.device
@@ -34,16 +37,17 @@ def target_points(model: ComparedModel, split: DeviceSplit, metric: str, batch: 
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             scores = model(tokens, valid, at)
         if metric in LESS_IS_BETTER:
-            points = target_losses(scores, targets) / math.log(2)
+            losses = target_losses(scores, targets)
+            points = losses.masked_fill(losses.isnan(), torch.inf) / math.log(2)
         else:
-            points = (scores.argmax(-1) == targets).float()
+            points = ((scores.argmax(-1) == targets) & ~scores.isnan().any(-1)).float()
         found.append(points.masked_fill(targets == IGNORED, torch.nan).cpu())
     model.train()
     return torch.cat(found)
 
 
 def mean_points(points: Tensor) -> float:
-    """Return the mean over all targets, in float64."""
+    """Return the mean over all targets, in float64; NaN without any."""
     real = points[~points.isnan()]
     return float(real.double().mean()) if real.numel() else math.nan
 

@@ -117,7 +117,8 @@ class TrainingStep:
         for p in self.weights:
             p.grad = None
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights, self.clip, foreach=True)
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip, foreach=True)
         self.optimizer.step()
         self.total_loss += loss.detach()
 

@@ -19,7 +19,8 @@ from regard.data.text_files import DataError, read_lines
 
 GO_COLUMNS = ("id", "date", "black_rank", "white_rank", "komi", "result", "moves")
 REMEMBERED = 8  # moves before a position that are marked
-_SGF = re.compile(r"[A-Z]+|\[(?:\\.|[^\]\\])*\]|\[|\)", re.DOTALL)  # a property, a value, one without its end, an end of a branch
+# a property, a value, one without its end, an end of a branch
+_SGF = re.compile(r"[A-Za-z]+|\[(?:\\.|[^\]\\])*\]|\[|\)", re.DOTALL)
 _SWAPPED = np.array([0, *range(1 + LIBERTIES, FORBIDDEN), *range(1, 1 + LIBERTIES), FORBIDDEN], np.uint8)
 
 
@@ -82,7 +83,10 @@ def read_sgf(text: str) -> Board:
 
 
 def sgf_properties(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the properties of the main line of a game, up to the end of its first branch, each with its first value."""
+    """Yield the properties of the main line of a game, up to the end of its first branch, each with its first value.
+
+    Names may have lower-case letters, which mean nothing, up to FF[3]: GaMe is GM.
+    """
     name = token = ""
     for token in _SGF.findall(text):
         if token == ")":
@@ -90,7 +94,7 @@ def sgf_properties(text: str) -> Iterator[tuple[str, str]]:
         if token == "[":
             break
         if token[0] != "[":
-            name = token
+            name = re.sub("[a-z]", "", token)
         elif name:
             yield name, token[1:-1].strip()
             name = ""

@@ -65,10 +65,13 @@ def read_cora(folder: Path) -> GraphSplits:
     """Read cora.npz: papers, the words in each, citations, and Planetoid's splits of 140, 500 and 1,000 papers."""
     path = file(folder, "cora.npz")
     found = _arrays(path)
+    _check_whole(found, path)
     nodes, vocabulary = (int(size) for size in found["shape"])
     if len(found["indptr"]) != nodes + 1 or len(found["label"]) != nodes or (found["data"] != 1).any():
         raise DataError(f"{path}: {nodes:,} papers need {nodes + 1:,} in indptr, {nodes:,} labels, and data that is all 1")
     ends = found["indptr"].astype(np.int64)
+    if ends[0] != 0 or ends[-1] != len(found["indices"]) or (np.diff(ends) < 0).any():
+        raise DataError(f"{path}: indptr does not cut {len(found['indices']):,} words into those of {nodes:,} papers")
     words = [found["indices"][low:high].tolist() for low, high in pairwise(ends.tolist())]
     names = list(CORA_TOPICS)
     graph = LabelledGraph(words, vocabulary, found["edges"].tolist(), found["label"].tolist(), names)
@@ -78,6 +81,18 @@ def read_cora(folder: Path) -> GraphSplits:
         if any(not 0 <= node < nodes for node in own):
             raise DataError(f"{path}: {name}_idx names papers that are not there")
     return GraphSplits(graph, parts)
+
+
+def _check_whole(found: Mapping[str, np.ndarray], path: Path) -> None:
+    """Refuse arrays of other shapes than those of cora.npz, and numbers that are not whole."""
+    for name, array in found.items():
+        shape = {"shape": (2,), "edges": (len(array) if array.ndim else 0, 2)}.get(name, (array.size,))
+        if array.shape != shape or array.dtype.kind not in ("uif" if name == "data" else "ui"):
+            raise DataError(f"{path}: {name} has {array.dtype} of shape {array.shape}, not whole numbers of shape {shape}")
+    if (found["shape"] < 1).any() or len(found["data"]) != len(found["indices"]):
+        raise DataError(
+            f"{path}: shape is {found['shape'].tolist()}, with {len(found['indices']):,} indices and {len(found['data']):,} data"
+        )
 
 
 def _arrays(path: Path) -> Mapping[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import wave
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from torch import Tensor
 from regard.data.text_files import DataError, read_binary
 
 SLOWEST, FASTEST = 4_000, 192_000  # samples a second
+PCM_TAG, EXTENSIBLE_TAG = b"\x01\x00", b"\xfe\xff"  # of the fmt chunk
+PCM_SUBFORMAT = PCM_TAG + bytes.fromhex("0000000010008000 00aa00389b71")  # of an extensible one
 
 
 class Recording(NamedTuple):
@@ -33,7 +36,7 @@ def read_wav(path: Path | str) -> Recording:
 def parse_wav(raw: bytes, name: str) -> Recording:
     """Read the bytes of a wav file; `name` is the place that errors mention."""
     try:
-        with wave.open(io.BytesIO(raw)) as file:
+        with wave.open(io.BytesIO(_plain_header(raw))) as file:
             channels, width, rate, count = file.getparams()[:4]
             data = file.readframes(count)
     except (wave.Error, EOFError, RuntimeError) as error:
@@ -46,6 +49,18 @@ def parse_wav(raw: bytes, name: str) -> Recording:
         raise DataError(f"{name} has {rate:,} samples a second, not {SLOWEST:,} to {FASTEST:,}")
     numbers = _numbers(data, width, name).reshape(count, channels)
     return Recording(torch.from_numpy(numbers.mean(1).astype(np.float32)), rate)
+
+
+def _plain_header(raw: bytes) -> bytes:
+    """Write an extensible header of PCM samples as a plain one, which Python 3.11 needs; anything else stays as it is."""
+    at = 12  # behind RIFF, the size and WAVE
+    while raw[:4] == b"RIFF" and at + 24 <= len(raw):
+        name, size = struct.unpack_from("<4sI", raw, at)
+        if name == b"fmt ":
+            tag, pcm = raw[at + 8 : at + 10], raw[at + 32 : at + 48] == PCM_SUBFORMAT
+            return raw[: at + 8] + PCM_TAG + raw[at + 10 :] if tag == EXTENSIBLE_TAG and size >= 40 and pcm else raw
+        at += 8 + size + size % 2
+    return raw
 
 
 def write_wav(path: Path | str, recording: Recording) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from regard.laws.law_case import Case
+from regard.laws.law_case import LONG, Case
 from regard.laws.law_table import each, law
 from regard.laws.verdicts import LawBroken, demand
 from regard.mixers.base import Can
 
-_SIZES = each(t=(0, 23, 58))
+_SIZES = (*each(t=(0, 23, 58)), {"n": LONG, "t": 97, "b": 1})
 _ADVICE = (
     "delete your `scan`, so that the inherited loop runs: if the law holds then, `scan` uses later keys; if not, `push` or "
     "`read` changes what an older memory answers. Without causal order at all, leave Can.CAUSAL out"
@@ -17,20 +17,21 @@ _ADVICE = (
 
 
 @law(_ADVICE, Can.CAUSAL, causal=True, given=_SIZES)
-def future_is_unseen(case: Case, n: int = 60, t: int = 23) -> None:
+def future_is_unseen(case: Case, n: int = 60, t: int = 23, b: int = 3) -> None:
     """No output depends on a later token, however large it is.
 
-    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed.
+    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed, `b` that
+    of rows.
 
     >>> from regard.laws import Case, future_is_unseen
     >>> future_is_unseen(Case("gla"), n=12, t=5)
     """
-    m, x = case.build(causal=True), case.data(n)
+    m, x = case.build(causal=True), case.data(n, b=b)
     before = m(x)
     most = 4 * torch.finfo(x.dtype).eps * before[:, : t + 1].abs().max()  # rounding, and nothing else
     for factor in (1, 100, 1e4):
         z = x.clone()
-        z[:, t + 1 :] = factor * case.data(n, seed=2)[:, t + 1 :]
+        z[:, t + 1 :] = factor * case.data(n, seed=2, b=b)[:, t + 1 :]
         after = m(z)
         far = (before - after)[:, : t + 1].abs().amax((0, 2)).detach()
         if not far.max() <= most:
@@ -42,16 +43,17 @@ def future_is_unseen(case: Case, n: int = 60, t: int = 23) -> None:
 
 
 @law(_ADVICE, Can.CAUSAL, causal=True, given=_SIZES)
-def no_gradient_from_the_future(case: Case, n: int = 60, t: int = 23) -> None:
+def no_gradient_from_the_future(case: Case, n: int = 60, t: int = 23, b: int = 3) -> None:
     """The gradient of an output is exactly zero at later tokens: what is rounded differently is still the same function.
 
-    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed.
+    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed, `b` that
+    of rows.
 
     >>> from regard.laws import Case, no_gradient_from_the_future
     >>> no_gradient_from_the_future(Case("gla"), n=12, t=5)
     """
-    m, x = case.build(causal=True), case.data(n).requires_grad_()
-    (grad,) = torch.autograd.grad((m(x)[:, : t + 1] * case.data(n, seed=3)[:, : t + 1]).sum(), x)
+    m, x = case.build(causal=True), case.data(n, b=b).requires_grad_()
+    (grad,) = torch.autograd.grad((m(x)[:, : t + 1] * case.data(n, seed=3, b=b)[:, : t + 1]).sum(), x)
     later = grad[:, t + 1 :]
     demand((later == 0).all(), "a later token has a gradient", lambda: f"{float(later.abs().max()):.3g} behind token {t}")
     demand(grad[:, : t + 1].abs().sum() > 0, "the tokens that are seen have no gradient")

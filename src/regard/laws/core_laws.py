@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.analysis.probe import attention_matrix, has_weights
-from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, LONG, Case
 from regard.laws.law_table import law
 from regard.laws.verdicts import DoesNotApply, LawBroken, agree, demand, refuses
 from regard.mixers.attend import attend
@@ -27,13 +27,16 @@ _GROUPED = "memories keep g key-value heads: `per_query_head(x, q)` repeats them
     Can.STREAM | Can.CAUSAL,
     core=True,
     causal=True,
-    given=tuple({"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))),
+    given=(
+        *({"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))),
+        {"n": LONG, "b": 1},
+    ),
 )
-def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = LAW_HEADS) -> None:
+def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = LAW_HEADS, b: int = 2) -> None:
     """Outputs and gradients of `scan` are those of its definition, the loop over tokens, from an empty memory or behind one.
 
     `case` has the mechanism, `n` is the number of tokens, `before` that of tokens in the memory, `kv_heads` that of key-value
-    heads.
+    heads, `b` that of rows.
 
     >>> from regard.laws import Case, scan_is_the_loop
     >>> scan_is_the_loop(Case("linear"), n=9, before=3)
@@ -43,8 +46,8 @@ def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = L
         core = make_core(case.spec, dims).to(case.device, torch.float64).eval()
     else:
         core = case.core(causal=True, kv_heads=kv_heads)
-    fast = _scans(case, core, core.scan, n, before)
-    slow = _scans(case, core, lambda *args: Core.scan(core, *args), n, before)
+    fast = _scans(case, core, core.scan, n, before, b)
+    slow = _scans(case, core, lambda *args: Core.scan(core, *args), n, before, b)
     names = [
         "outputs",
         "gradients of q",
@@ -52,18 +55,18 @@ def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = L
         "gradients of v",
         *(f"gradients of {p}" for p, _ in core.named_parameters()),
     ]
-    for name, a, b in zip(names, fast, slow, strict=True):
-        agree(a, b, f"{name} of scan differ from the loop", f"{before} tokens before, {kv_heads} key-value heads")
+    for name, found, wanted in zip(names, fast, slow, strict=True):
+        agree(found, wanted, f"{name} of scan differ from the loop", f"{before} tokens before, {kv_heads} key-value heads")
 
 
-def _scans(case: Case, core: Core, scan: Callable[..., tuple[Tensor, Any]], n: int, before: int) -> list[Tensor]:
+def _scans(case: Case, core: Core, scan: Callable[..., tuple[Tensor, Any]], n: int, before: int, b: int) -> list[Tensor]:
     """Return outputs and all gradients of a scan over n tokens, from an empty memory or behind one."""
     g = torch.Generator().manual_seed(5)
     shapes = ((LAW_HEADS, core.dims.d * core.streams), *((core.dims.g, size) for size in core.sizes))
     q, k, v = (
-        torch.randn(2, h, n + before, x, dtype=torch.float64, generator=g).to(case.device).requires_grad_() for h, x in shapes
+        torch.randn(b, h, n + before, x, dtype=torch.float64, generator=g).to(case.device).requires_grad_() for h, x in shapes
     )
-    valid = case.some(2, n + before)
+    valid = case.some(b, n + before)
     places = Places.of(k[:, 0], valid)
     memory = core.empty(k, v)
     cut, rest = slice(0, before), slice(before, n + before)

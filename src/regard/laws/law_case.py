@@ -13,7 +13,8 @@ from regard.mixers.base import Can, Core, Dims, Mixer
 from regard.own_mechanism import UNMEASURED
 from regard.spec import Named, Spec
 
-LAW_WIDTH, LAW_HEADS, LAW_MAX_LEN = 32, 4, 128
+LAW_WIDTH, LAW_HEADS, LAW_MAX_LEN = 32, 4, 160
+LONG = 150  # tokens of one case of a law: more than two chunks of 64, which fast paths of mechanisms may have
 CONTROL = "identity"  # the one row that mixes nothing: what others must depend on, it must not
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from regard.laws.law_case import Case
+from regard.laws.law_case import LAW_HEADS, LAW_MAX_LEN, LAW_WIDTH, Case
 from regard.laws.law_table import LAWS, Law
 from regard.laws.verdicts import DoesNotApply, LawBroken
 from regard.mixers.estimation import PoorEstimate
@@ -21,7 +21,7 @@ from regard.spec import Named
 from regard.text import unknown
 
 PASS, FAILED, UNFIT = "pass", "failed", "does not apply"
-_SMALL = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)  # lengths that a broken law is tried at again
+_SMALL = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 72, 100)  # lengths that a broken law is tried at again
 _SCALED = ("n", "t", "before")  # counts of tokens among the sizes of a law
 
 
@@ -73,7 +73,7 @@ def check_laws(
 ) -> list[Finding]:
     """Check laws, all unless named, for a mechanism: a name, a text, a Spec, a pattern or a class.
 
-    `report` gets each outcome at once. Layers are 32 wide with 4 heads, sequences up to 128 tokens long, and options must fit to
+    `report` gets each outcome at once. Layers are 32 wide with 4 heads, sequences up to 160 tokens long, and options must fit to
     that. Random numbers outside of the check stay as they are.
 
     `mechanism` is checked against `laws`, their names, on a `device`.
@@ -181,7 +181,7 @@ def _frame_text(frame: traceback.FrameSummary) -> str:
 
 def _layer_text(case: Case) -> str:
     """Write the call that built the layer last."""
-    latest = {"width": 32, "heads": 4, "max_len": 128, **case.latest}
+    latest = {"width": LAW_WIDTH, "heads": LAW_HEADS, "max_len": LAW_MAX_LEN, **case.latest}
     dtype = latest.pop("dtype", torch.float64)
     options = "".join(f", {name}={value!r}" for name, value in latest.items() if value is not False)
     return f"layer({str(case.spec)!r}{options}).to({dtype})"

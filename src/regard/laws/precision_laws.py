@@ -50,7 +50,7 @@ def low_precision_is_close(case: Case, dtype: torch.dtype = torch.float32) -> No
             theirs += _worst(*(_passed_in(partial(_fused, causal=causal), half, t, up) for t in (dtype, torch.float64)))
         # writing the true result costs two roundings; adding up 80 terms in float32, in whatever order, about sqrt(80)
         band = 2 * torch.finfo(dtype).eps + 80**0.5 * torch.finfo(torch.float32).eps
-        far, most = float(max(ours)), float(2 * max(theirs) + band)
+        far, most = float(torch.stack(ours).max()), float(2 * torch.stack(theirs).max() + band)  # NaN where one is
         demand(
             far <= most,
             "low precision is further from float64 than plain attention",

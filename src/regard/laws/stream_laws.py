@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.laws.law_case import Case
+from regard.laws.law_case import LONG, Case
 from regard.laws.law_table import law
 from regard.laws.verdicts import agree, demand
 from regard.mixers.base import Can, Mixer, State, select
@@ -17,22 +17,22 @@ _ADVICE = (
 )
 
 
-@law(_ADVICE, Can.STREAM, causal=True)
-def stream_is_the_whole_pass(case: Case, n: int = 60) -> None:
+@law(_ADVICE, Can.STREAM, causal=True, given=({}, {"n": LONG, "b": 1}))
+def stream_is_the_whole_pass(case: Case, n: int = 60, b: int = 3) -> None:
     """A prompt, chunks and single decoding steps through `extend` give the outputs of one pass over all tokens.
 
-    `case` has the mechanism, `n` is the number of tokens.
+    `case` has the mechanism, `n` is the number of tokens, `b` that of rows.
 
     >>> from regard.laws import Case, stream_is_the_whole_pass
     >>> stream_is_the_whole_pass(Case("Local(4)"), n=16)
     """
-    m, x = case.build(causal=True), case.data(n)
+    m, x = case.build(causal=True), case.data(n, b=b)
     whole = m(x)
     for cuts in _cuts(n):
-        # with gradients, single tokens behind a prompt stand for all single tokens
-        for grad in (False, True) if len(cuts) < n or n < 8 else (False,):
+        # with gradients, single tokens behind a prompt stand for all single tokens, and short sequences for long ones
+        for grad in (False, True) if n < LONG and (len(cuts) < n or n < 8) else (False,):
             with torch.set_grad_enabled(grad):
-                y, _ = _extended(m, m.start(3), x.split(cuts, 1))
+                y, _ = _extended(m, m.start(b), x.split(cuts, 1))
             pieces = f"pieces of {cuts[0]} tokens" if len({*cuts}) == 1 else f"pieces of {', '.join(map(str, cuts))} tokens"
             agree(y, whole, "a stream gives another output than the whole pass", pieces)
 

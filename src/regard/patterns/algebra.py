@@ -281,9 +281,9 @@ def by_head(h: Any, each: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
 
 
 def largest(x: Any) -> int:
-    """Return the largest of some indices, -1 if there are none."""
+    """Return the largest of some indices, -1 if there are none or they are on the meta device, without numbers."""
     indices = unwrapped(torch.as_tensor(x))
-    if indices.numel():
+    if indices.numel() and not indices.is_meta:
         return int(indices.max())
     return -1
 

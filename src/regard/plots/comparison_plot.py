@@ -80,7 +80,7 @@ def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None
     if floor is not None:
         axes.axhline(floor, color=GREY, ls="--", lw=0.9)
         axes.annotate("best floor", (0.01, floor), xycoords=("axes fraction", "data"), size=7, color=GREY, va="bottom")
-    marks = [Line2D([], [], ls="", marker="o", color=shade, label=name) for name, (shade, _) in shades.items()]
+    marks = [Line2D([], [], ls="", marker="o", color=shade, label=_plain_text(name)) for name, (shade, _) in shades.items()]
     _add_legend(figure, marks)
     _part_names(axes, names)
     return figure
@@ -127,7 +127,7 @@ def layers_plot(matrices: Sequence[tuple[str, Tensor]], title: str) -> Figure:
     columns = min(ROW_CELLS, len(matrices)) or 1
     lines = -(-len(matrices) // columns) or 1
     width = columns * MATRIX_INCHES + 0.5
-    written = wrap(title, int(LETTERS_AN_INCH * (width - 0.5)))
+    written = [_plain_text(line) for line in wrap(title, int(LETTERS_AN_INCH * (width - 0.5)))]
     head = 0.45 + 0.17 * len(written)
     size = (width, lines * (MATRIX_INCHES + 0.35) + head)
     figure = Figure(figsize=size, dpi=150, facecolor="white")
@@ -139,16 +139,17 @@ def layers_plot(matrices: Sequence[tuple[str, Tensor]], title: str) -> Figure:
         place = ((0.25 + column * MATRIX_INCHES) / size[0], (top - side) / size[1], side / size[0], side / size[1])
         axes = figure.add_axes(place)
         paint(axes, matrix, scale_of(matrix))
-        axes.set_title(name[:24], size=6, color=GREY, loc="left", pad=3)
+        axes.set_title(_plain_text(name[:24]), size=6, color=GREY, loc="left", pad=3)
     return figure
 
 
 def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(10.5, 5.4), dpi=150, facecolor="white")
     axes = figure.add_axes((0.08, 0.11, 0.68, 0.78))
-    axes.set_title("\n".join(wrap(words.title, SHEET_LETTERS)), size=10.5, weight="bold", color=INK, loc="left")
-    axes.set_xlabel(words.x, size=8.5, color=GREY)
-    axes.set_ylabel(words.y, size=8.5, color=GREY)
+    title = "\n".join(wrap(words.title, SHEET_LETTERS))
+    axes.set_title(_plain_text(title), size=10.5, weight="bold", color=INK, loc="left")
+    axes.set_xlabel(_plain_text(words.x), size=8.5, color=GREY)
+    axes.set_ylabel(_plain_text(words.y), size=8.5, color=GREY)
     if words.log_x:
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis)
@@ -158,7 +159,7 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     if words.reversed_y:
         axes.invert_yaxis()
     if words.ticks:
-        axes.set_xticks([at for at, _ in words.ticks], [text for _, text in words.ticks])
+        axes.set_xticks([at for at, _ in words.ticks], [_plain_text(text) for _, text in words.ticks])
         axes.xaxis.minorticks_off()
     axes.tick_params(colors=GREY, labelsize=8, which="both")
     axes.grid(color=LINE, lw=0.6)
@@ -187,5 +188,9 @@ def _add_legend(figure: Figure, marks: Sequence[Line2D]) -> None:
 
 
 def _short_name(name: str) -> str:
-    plain = name.replace("$", r"\$")  # no mathematics in names
-    return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+    return _plain_text(name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…")
+
+
+def _plain_text(text: str) -> str:
+    """Write a text so that matplotlib reads no mathematics in it."""
+    return text.replace("$", r"\$")
