@@ -100,6 +100,23 @@ def test_a_task_without_a_decoder_says_that_settings_of_one_do_nothing(setting: 
 
 
 @pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        *((name, "share=false", "share") for name in ("saw", "tag", "polarity", "classify", "fsdd", "fsdd_strings")),
+        ("polarity", "units=bytes vocab=300", "vocab does nothing here: it is for units=subwords or words"),
+        ("classify", "vocab=300 units=characters", "vocab"),
+        ("reverse", "vocab=300 units=characters", "vocab"),
+        ("an4", "ctc_weight=1 smoothing=0.2", "smoothing does nothing here: it is for models with a decoder"),
+        ("reverse", "smoothing=0.1 mode=self_critical", "smoothing"),
+        ("multi30k", "smoothing=0.1 mode=minimum_risk", "smoothing does nothing here: it is for modes that learn true tokens"),
+    ],
+)
+def test_settings_that_a_choice_makes_useless_are_refused(name: str, words: str, sentence: str) -> None:
+    said = refused("train", name, *(word for text in words.split() for word in ("--set", text)))
+    assert (sentence if " " in sentence else f"{sentence} does nothing here: it is for ") in said
+
+
+@pytest.mark.parametrize(
     ("name", "setting"),
     [
         *(("ewt", text) for text in ("letters=1", "spelling=0", "min_count=0", "forget=1", "fine=-1")),
@@ -137,7 +154,7 @@ def test_a_batch_smaller_than_an_example_is_said_at_once_and_leaves_no_folder(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["init_from=nowhere"], "init_from=nowhere: nowhere holds no run"),
+        (["init_from=nowhere"], "/nowhere holds no run"),
         (["init_from={}", "heads=4"], "has heads=2, but here it is 4: use the same"),
         (["init_from={}", "lower=true"], "has lower=False, but here it is True: use the same"),
         (["init_from={}", "width=16"], "but the model has it as"),

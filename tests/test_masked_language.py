@@ -4,6 +4,7 @@ import json
 import re
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from regard.data.batch import BEGIN, MASK, NO_LABEL
 from regard.data.masked_floors import STRENGTH, MaskedPlace, NeighbourCounts
 from regard.data.vocabulary import FIRST_TEXT_ID
 from regard.tasks import config, make_task
-from regard.training.checkpoints import load_run
+from regard.training.checkpoints import change_run, load_run
 from regard.training.fit import fit
 from regard.training.token_masking import Masking, mask_tokens
 from test_cli import run
@@ -210,6 +211,28 @@ def test_a_second_stage_starts_from_the_first_and_goes_on_exactly(name, tmp_path
     again.restore(made.assets())
     (tmp_path / "first").rename(tmp_path / "gone")
     assert again.model().state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_second_stage_that_has_begun_does_not_need_the_first(name, tmp_path, monkeypatch):
+    first, second = STAGES[name]
+    monkeypatch.chdir(tmp_path)
+    trained(Path("first"), task_of(**first))
+    words = [x for key, value in {**TINY, **second, "init_from": "first"}.items() for x in ("--set", f"{key}={value}")]
+    train = ["train", name, "--device", "cpu", "--json"]
+    assert run(*train, *words, "--out", "whole").exit_code == 0
+    begun = [text.replace(f"steps={TINY['steps']}", "steps=3") for text in words]
+    assert run(*train, *begun, "--out", "parts").exit_code == 0
+    Path("first").rename("gone")
+    kept = json.loads(Path("parts/config.json").read_text())
+    assert kept["init_from"] == str(tmp_path / "first")
+    change_run(Path("parts"), {**kept, "init_from": "first"})  # as an earlier version wrote it
+    done = run(*train, "--out", "parts", "--set", f"steps={TINY['steps']}")
+    assert done.exit_code == 0, done.output
+    one, other = (load_run(Path(folder)).weights for folder in ("whole", "parts"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert run(*train, "--out", "parts").exit_code == 0  # it is finished
+    assert "holds no run" in run(*train, *words, "--out", "new").stderr
 
 
 def test_what_does_not_fit_is_refused_with_the_settings_that_differ(tmp_path):

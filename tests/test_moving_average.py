@@ -1,5 +1,7 @@
 """The moving average of weights: its formula, what is validated and kept, and that a killed run goes on with it exactly."""
 
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,30 @@ def test_a_finished_run_that_may_make_more_updates_goes_on_with_it(tmp_path):
     fit(Small(small(steps=20, **changes)), tmp_path / "whole", accelerator="cpu", quiet=True)
     for steps in (10, 20):
         fit(Small(small(steps=steps, **changes)), tmp_path / "parts", accelerator="cpu", quiet=True)
+    assert remembered(tmp_path / "parts") == remembered(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("put", [1, 2, 3])  # into the model for a validation, out of it, and in again
+def test_control_c_while_weights_are_swapped_leaves_none_of_them_mixed(tmp_path, monkeypatch, put):
+    changes = {"ema": 0.9, "steps": 20}
+    fit(Small(small(**changes)), tmp_path / "whole", accelerator="cpu", quiet=True)
+    plain, calls = MovingAverage._put, [0]
+
+    def signalled(self, weights):
+        calls[0] += 1
+        half = {name: weights[name] if i < 3 else x for i, (name, x) in enumerate(self._trained.items())}
+        plain(self, half)
+        if calls[0] == put:
+            signal.raise_signal(signal.SIGINT)
+        plain(self, weights)
+
+    monkeypatch.setattr(MovingAverage, "_put", signalled)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Small(small(**changes)), tmp_path / "parts", accelerator="cpu", quiet=True)
+    signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    fit(Small(small(**changes)), tmp_path / "parts", accelerator="cpu", quiet=True)
     assert remembered(tmp_path / "parts") == remembered(tmp_path / "whole")
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 import regard
+from regard.data.batch import END
 from regard.data.datasets import LabelledText
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import read_labelled_csv, split_labelled
 from regard.data.text_files import DataError
-from regard.data.vocabulary import FIRST_TEXT_ID
+from regard.data.vocabulary import FIRST_TEXT_ID, Characters
 from regard.tasks import config, make_task
 from regard.tasks.trained_run import TrainedRun
 from regard.training.checkpoints import load_run
@@ -249,6 +252,11 @@ def test_options_that_do_not_fit_are_answered_by_a_sentence(tmp_path: Path) -> N
     assert "csv is given twice: by --csv and by --set" in refused("train", "classify", "--csv", gone, "--set", "csv=x")
     assert "--csv names the file itself: leave --data out" in refused("train", "classify", "--csv", gone, "--data", ".")
     assert "delimiter" in refused("train", "classify", "--csv", gone, "--set", "delimiter=|")
+    for words in (["--jsonl", gone], ["--folder", str(tmp_path)]):
+        assert "delimiter does nothing here: it is for --csv" in refused("train", "classify", *words, "--set", "delimiter=tab")
+    for name in ("text", "label"):
+        said = refused("train", "classify", "--folder", str(tmp_path), f"--{name}", "x")
+        assert f"{name} does nothing here: it is for --csv and --jsonl" in said
     with pytest.raises(DataError, match="is a folder"):
         read_labelled_csv(tmp_path, "text", "label")
 
@@ -288,6 +296,30 @@ def test_a_book_is_split_described_trained_scored_and_continued(units: str, tmp_
     assert run("predict", out, "It is").stdout.startswith("It is")
     file.write_text(BOOK)
     assert "its SHA-256 differs" in refused("evaluate", out)
+
+
+@pytest.mark.parametrize("changes", [{"mixer": "gmlp", "positions": "none"}, {"positions": "learned"}])
+@pytest.mark.parametrize("most", [3, 40, 300])
+def test_a_continuation_ends_where_the_positions_of_the_model_end(changes: dict[str, str], most: int) -> None:
+    small = {"width": 8, "heads": 2, "depth": 1, "ffn": 8, "max_len": 16, "window": 16, "max_new_tokens": most}
+    task = make_task(config("text").replace({**small, **changes}))
+    task.restore({"characters.json": Characters.of([BOOK]).to_json(), "data.json": '{"sha256": ""}'})
+    model = task.model().eval()
+    model.head.register_forward_hook(lambda *call: call[-1].index_fill(-1, torch.tensor(END), -torch.inf))  # it never ends
+    for prompt in ("I", "It is", BOOK):
+        read = min(len(prompt), max(16 - most, 8))
+        assert len(task.predict(model, [prompt])[0]) == len(prompt) + min(most, 16 - read + 1)
+
+
+def test_the_printed_command_takes_a_text_that_begins_with_a_dash(tmp_path: Path) -> None:
+    file, out = tmp_path / "book.txt", tmp_path / "run"
+    file.write_text("--set it down, he said.\n" * 40)
+    words = [word for text in TINY for word in ("--set", text)]
+    done = run("train", "text", "--file", str(file), *words, "--out", str(out), "--device", "cpu")
+    printed = re.search(rf"regard (predict {out} -- '--set it.*')", done.stdout)
+    assert printed, done.output
+    answer = run(*shlex.split(printed[1]))
+    assert answer.exit_code == 0 and answer.stdout.startswith("--set it"), answer.output
 
 
 def test_bytes_take_any_file(tmp_path: Path) -> None:

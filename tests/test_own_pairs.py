@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,30 @@ def test_pairs_are_split_described_trained_scored_and_translated(trained: tuple[
     assert run("predict", str(out), "Un chat dort.", "--set", "beam=2").exit_code == 0
     answers = out.parent / "answers.txt"
     assert run("distil", str(out), "--out", str(answers)).exit_code == 0 and len(answers.read_text().splitlines()) == 32
+
+
+@pytest.mark.parametrize("apart", [[], ["--valid", "--test"]])
+def test_the_command_that_distil_prints_trains_a_student(
+    apart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "own texts"
+    place.mkdir()
+    files = write_pairs(place)
+    given = ["--pairs", *files, *(word for option in apart for file in files for word in (option, file))]
+    small = [*SETTINGS, "--set", "steps=1", "--device", "cpu"]
+    assert run("train", "translate", *given, *small, "--out", "teacher").exit_code == 0
+    place.rename(tmp_path / "moved texts")
+    done = run("distil", "teacher", "--out", "taught.txt", "--data", "moved texts")
+    assert done.exit_code == 0, done.output
+    printed = next(line.removeprefix("learn    ") for line in done.stdout.splitlines() if line.startswith("learn "))
+    words = shlex.split(printed)
+    assert words[:2] == ["regard", "train"] and f"distilled={tmp_path / 'taught.txt'}" in words
+    assert [word for word in words if word.startswith("--") and word != "--set"] == ["--pairs"] + 2 * apart[:1] + 2 * apart[1:]
+    monkeypatch.chdir(tmp_path.parent)  # every path is absolute
+    small = [word for text in [*SMALL[:-2], "steps=1"] for word in ("--set", text)]  # nothing of an autoregressive decoder
+    done = run(*words[1:], *small, "--device", "cpu", "--out", str(tmp_path / "student"))
+    assert done.exit_code == 0, done.output
 
 
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_stopped(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,21 @@ def test_folders_of_labels_are_split_trained_scored_and_asked(tmp_path: Path) ->
     assert run("evaluate", out, "--data", str(tmp_path / "moved")).exit_code == 0
     (tmp_path / "moved/1/3.txt").write_text("another text")
     assert "Restore the folder" in refused("evaluate", out, "--data", str(tmp_path / "moved"))
+
+
+def test_names_are_printed_as_they_are_and_need_not_be_utf8(tmp_path: Path) -> None:
+    texts, other = write_folder(tmp_path / ":smile:" / "[bold]"), os.fsdecode(b"caf\xe9")
+    (texts / "1" / other).write_text("quite dull")
+    words = [*SETTINGS, *ONE]
+    done = run("train", "classify", "--folder", str(texts), *words, "--out", str(tmp_path / ":heart:"))
+    assert done.exit_code == 0 and f"41 texts of {texts}: " in done.stderr, done.output
+    again = run("train", "classify", "--out", str(tmp_path / ":heart:"), "--device", "cpu")
+    assert f"in {tmp_path}/:heart:" in again.stderr and f"the run in {tmp_path}/:heart: is finished" in again.stdout
+    (texts / "1").rename(texts / other)
+    assert f"the name of the folder {texts}/caf\\xe9 is not UTF-8" in refused("train", "classify", "--folder", str(texts), *words)
+    for option in ("--folder", "--csv"):
+        said = refused("train", "classify", option, str(tmp_path / other), *words)
+        assert f"{tmp_path}/caf\\xe9 is not UTF-8, and no run can keep such a path" in said
 
 
 def test_folders_of_train_and_test_are_kept_and_validation_is_held_out(tmp_path: Path) -> None:

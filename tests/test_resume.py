@@ -153,3 +153,24 @@ def test_in_the_command_line(tmp_path):
         done.exit_code == 0 and json.loads(done.stdout)["update"] in (4, 6) and "is not finished (update 6 of 6)" in done.stderr
     )
     assert run("evaluate", out).exit_code == 0 and len(json.loads((tmp_path / "run" / "scores.json").read_text())) == 1
+
+
+def test_scores_of_weights_that_are_gone_are_removed(tmp_path):
+    folder, path = tmp_path / "run", tmp_path / "run" / "scores.json"
+    sizes = ["width=8", "heads=2", "depth=1", "ffn=8", "spelling=8", "batch_tokens=256", "validate_every=2", "save_every=2"]
+    words = ["train", "saw", "--out", str(folder), "--device", "cpu", "--json"]
+    words += [word for text in sizes for word in ("--set", text)]
+
+    def evaluated(*options: str) -> list[tuple]:
+        assert run("evaluate", str(folder), *options).exit_code == 0
+        return [(line["split"], line.get("update"), line.get("weights")) for line in json.loads(path.read_text())]
+
+    assert run(*words, "--set", "steps=2").exit_code == 0
+    first, _ = evaluated(), evaluated("--checkpoint", "2")
+    assert first == [("test", None, json.loads((folder / "result.json").read_text())["sha256"])]
+    early = json.loads(path.read_text())[1]["weights"]
+    old = {"split": "val", "settings": {"beam": 1}, "scores": {}}  # of a version that did not keep the SHA-256
+    path.write_text(json.dumps([*json.loads(path.read_text()), old]))
+    assert run(*words, "--set", "steps=6").exit_code == 0
+    now = json.loads((folder / "result.json").read_text())["sha256"]
+    assert evaluated("--split", "val") == [("test", 2, early), ("val", None, None), ("val", None, now)] and now != first[0][2]

@@ -273,6 +273,30 @@ def test_a_run_can_begin_from_another(tmp_path):
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items() if name in weights)
 
 
+def test_a_run_that_has_begun_does_not_need_the_one_it_began_from(tmp_path):
+    def train(folder, **changes):
+        often = {"init_from": str(tmp_path / "first"), "save_every": 2, "validate_every": 2, "schedule": "constant"}
+        made = make_task(config("copy").replace({**TINY, **often, **changes}))
+        made.go_on(tmp_path / folder)
+        made.read()
+        fit(made, tmp_path / folder, accelerator="cpu", quiet=True)
+        return load_run(tmp_path / folder).weights
+
+    fit(tiny("copy"), tmp_path / "first", accelerator="cpu", quiet=True)
+    whole, _ = train("whole", steps=4), train("parts", steps=2)
+    (tmp_path / "first").rename(tmp_path / "gone")
+    parts = train("parts", steps=4)
+    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
+    with pytest.raises(ValueError, match="holds no run"):
+        train("new")
+
+
+def test_paths_of_runs_and_answers_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = config("copy").set(["init_from=first", "distilled=taught"])
+    assert (made.init_from, made.distilled) == (str(tmp_path / "first"), str(tmp_path / "taught"))
+
+
 def test_who_says_everything_at_once_can_begin_from_who_does_not(tmp_path):
     fit(tiny("copy"), tmp_path / "first", accelerator="cpu", quiet=True)
     weights = load_run(tmp_path / "first").weights

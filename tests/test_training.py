@@ -13,13 +13,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from regard.cli.train import _validation_scores
 from regard.training import checkpoints, loop, metrics_log, rng
 from regard.training.atomic_files import RunError
 from regard.training.fit import fit
 from regard.training.loop import run_updates
 from regard.training.losses import Loss
+from regard.training.metrics_log import read_metrics
 from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Bar, Lines, Progress, progress, span
+from regard.training.result import finished
 from small_task import Small, small
 
 
@@ -40,7 +43,7 @@ class Scored(Small):
         assert not model.training and not torch.is_grad_enabled() and split == "val"
         self.asked = [*getattr(self, "asked", []), {name: x.clone() for name, x in checkpoints.weights_of(model).items()}]
         made = [*self.scores, self.averaged]
-        return {"accuracy": made[min(len(self.asked), len(made)) - 1]}
+        return {"accuracy": made[min(len(self.asked), len(made)) - 1], "asked": len(self.asked)}
 
 
 def scored(scores, averaged=0.0, **changes) -> Scored:
@@ -115,11 +118,34 @@ def test_the_average_is_kept_only_if_it_does_better(tmp_path, averaged, chosen):
     result = train(tmp_path, task)
     assert (result.best, result.averaged, result.chosen) == (0.9, averaged, chosen)
     assert result.score == max(0.9, averaged) and checkpoints.steps(tmp_path) == [4, 6, 8, 10]
+    assert result.averaged_scores == ({"accuracy": averaged, "asked": 6} if chosen == "average" else None)
+    assert _validation_scores(read_metrics(tmp_path / "metrics.jsonl"), result) == {
+        "accuracy": result.score,
+        "asked": 6 if chosen == "average" else 2,  # all scores are those of the weights that are kept
+    }
+    assert finished(tmp_path) == result
     expected = task.asked[1]
     if chosen == "average":
         expected = {name: sum(w[name].double() for w in task.asked[2:5]) / 3 for name in expected}
     for name, x in checkpoints.load_run(tmp_path).weights.items():
         torch.testing.assert_close(x, expected[name].float(), rtol=0, atol=1e-7)
+
+
+def test_states_with_counts_are_averaged_and_the_counts_are_the_last_ones(tmp_path):
+    class Counted(Scored):
+        def model(self):
+            made = super().model()
+            made.register_buffer("seen", torch.tensor(0))  # as num_batches_tracked of a norm
+            return made
+
+        def loss(self, model, batch, step):
+            model.seen += model.training
+            return super().loss(model, batch, step)
+
+    task = Counted(scored((), steps=10, average=3).config)
+    task.scores, task.averaged = (0.1, 0.2, 0.3, 0.4, 0.5), 0.9
+    assert train(tmp_path, task).chosen == "average"
+    assert checkpoints.load_run(tmp_path).weights["seen"] == 10
 
 
 def test_what_is_smaller_can_be_better(tmp_path):
@@ -174,7 +200,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert (result.best, result.best_step) == (0.1, 4)
     result = train(tmp_path / "none", scored((math.nan,), math.nan, steps=4, average=2))
     assert (result.best, result.averaged, result.chosen, result.score) == (None, None, "last", None)
-    assert metrics_log.read_metrics(tmp_path / "none" / "metrics.jsonl")[0]["val"] == {"accuracy": None}
+    assert metrics_log.read_metrics(tmp_path / "none" / "metrics.jsonl")[0]["val"]["accuracy"] is None
 
 
 def test_a_score_that_does_not_choose_is_refused(tmp_path):
@@ -319,6 +345,8 @@ def test_a_line_now_and_then_says_where_it_is_and_how_long_it_takes():
         lines.step(step)
     said = told.getvalue().splitlines()
     assert said[0] == "step 30/100  train loss 2.5  1:10 left" and len(said) == 4
+    lines.note("the run in :smile: [bold] is finished")
+    assert told.getvalue().splitlines()[-1] == "the run in :smile: [bold] is finished"
     lines.validated("bleu", 20.0, 30.0)
     assert told.getvalue().splitlines()[-1] == "step 60/100  train loss 2.5  val bleu 20 (best 30)  40 s left"
 

@@ -24,6 +24,8 @@ def test_tokens_are_those_that_a_model_reads():
     assert tokens_read(Batch(SOURCE, None, TARGET), decodes=True) == 10 + 6
     assert tokens_read(Batch(SOURCE, VALID, TARGET, VALID[:, :3]), decodes=True) == 7 + 5
     assert tokens_read(Batch(torch.ones(2, 5, 7)), decodes=True) == 10  # vectors, and no target
+    for shape in ((2, 3, 8, 8), (2, 8, 8)):  # images in colours and in levels of gray
+        assert tokens_read(Batch(torch.zeros(shape, dtype=torch.uint8), None, TARGET[:, 0]), decodes=False) == 2
     assert UpdateSpeed(translator(Config(width=8, heads=2, depth=1, ffn=8), 9), CPU).decodes
     assert not UpdateSpeed(Stack.of("softmax", width=8, heads=2), CPU).decodes
 

@@ -50,10 +50,10 @@ def task_source(task: ArenaTask) -> str:
     """Return a hash of the file of a task of your own; empty for those of the arena."""
     if task.name in ARENA and type(task) is arena_class(task.name):
         return ""
-    return file_digest(inspect.getsourcefile(type(task)))
+    return source_digest(inspect.getsourcefile(type(task)))
 
 
-def file_digest(path: str | None) -> str:
+def source_digest(path: str | None) -> str:
     """Return a short hash of what a file holds; empty without a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
 

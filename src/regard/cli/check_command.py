@@ -49,7 +49,7 @@ def check(
     else:
         unfit = sum(finding.outcome == "does not apply" for finding in found)
         kept = len(found) - failed - unfit
-        console.print(Text(f"\n{parsed}: {kept} kept, {failed} broken, {unfit} not applicable"))  # a str may be read as emoji
+        console.print(Text(f"\n{parsed}: {kept} kept, {failed} broken, {unfit} not applicable"))  # a str may be read as markup
     if failed:
         raise typer.Exit(1)
 

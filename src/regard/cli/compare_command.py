@@ -196,7 +196,7 @@ class _Shown:
     def __init__(self, total: int, done: float) -> None:
         from regard.training.progress import progress
 
-        self.progress = progress(total, int(done), console=Console(stderr=True))
+        self.progress = progress(total, int(done), console=Console(stderr=True, emoji=False))
         self.progress.unit = "cell"
 
     def advance(self, done: float, text: str) -> None:

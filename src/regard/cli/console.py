@@ -61,7 +61,7 @@ def stop(message: str, code: int = 2) -> NoReturn:
 
 def aside(message: str) -> None:
     """Print a message that is not part of the answer."""
-    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def progress_reporter() -> Callable[[int, int, str], None]:
 
     def report(done: int, total: int, text: str) -> None:
         if not shown:
-            shown.append(progress(total, console=Console(stderr=True)))
+            shown.append(progress(total, console=Console(stderr=True, emoji=False)))
         shown[0].score = text
         shown[0].step(done)
         if done == total:
@@ -134,7 +134,7 @@ def labelled(rows: Iterable[tuple[str, str]]) -> Table:
 
 def screen() -> Console:
     """Make the console of stdout: 160 columns in a pipe, so that a row stays one line."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=None if sys.stdout.isatty() else 160, emoji=False)  # :smile: in a name stays as it is
 
 
 def write_json(data: object) -> None:

@@ -67,6 +67,7 @@ def evaluate(
         settings_used = {name: getattr(task.config, name) for name in task.answering}
         line: dict[str, Any] = {"split": split, "settings": settings_used, "scores": scores, "signatures": task.signatures()}
         line |= {} if update is None else {"update": update}  # of a checkpoint
+        line["weights"] = found.sha256
         _save_scores(run / "scores.json", line)
     if as_json:
         write_json({"run": str(run), "task": task.config.task, **line})
@@ -80,7 +81,7 @@ def evaluate(
 
 
 def _save_scores(path: Path, line: dict[str, Any]) -> None:
-    """Beside other scores; those of the same split, settings and update are replaced."""
+    """Write scores beside others; those of the same split, settings and update are replaced, those of gone weights removed."""
     from regard.data.strict_json import read_value
     from regard.training import atomic_files
 
@@ -88,7 +89,7 @@ def _save_scores(path: Path, line: dict[str, Any]) -> None:
     if path.is_file():
         try:
             kept = read_value(path.read_bytes())
-            kept = [old for old in kept if _what(old) != _what(line)]
+            kept = [old for old in kept if _what(old) != _what(line) and not _gone(old, line)]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is not as it was written: delete or restore it, and evaluate again") from None
     atomic_files.replace(path, atomic_files.as_json([*kept, line]))
@@ -96,6 +97,11 @@ def _save_scores(path: Path, line: dict[str, Any]) -> None:
 
 def _what(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["split"], line["settings"], line.get("update")
+
+
+def _gone(old: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Return whether old scores are of final weights that are others now, as the run went on; versions before did not say."""
+    return "update" not in old and "update" not in line and old.get("weights", line["weights"]) != line["weights"]
 
 
 def predict(
@@ -221,8 +227,25 @@ def distil_(
             far = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
             stop(f"stopped; {far}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
         kept.finish()
-    student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"distilled={out}"])
-    screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)
+    target = f"distilled={out.absolute()}"
+    learn = ["regard", "train", task.config.task, *_data_options(task, data), "--set", "decoder=ctc", "--set", target]
+    console = screen()
+    console.print(labelled([("written", f"{total:,} answers, {out}")]), highlight=False)
+    console.print(f"learn    {shlex.join(learn)}", markup=False, highlight=False, soft_wrap=True)  # on one line
+
+
+def _data_options(task: TranslationTask, data: Path | None) -> list[str]:
+    """Write the options of `regard train` that give a student the training sources of this task."""
+    from regard.tasks.own_pairs import OwnPairsTask
+
+    if not isinstance(task, OwnPairsTask):
+        return ["--data", str(data)] if data else []
+    words: list[str] = []
+    for split, paths in task.files.find(data).items():
+        sides = [str(path.absolute()) for path in paths]
+        option = "--valid" if split == "val" else "--test"
+        words += ["--pairs", *sides] if split == "train" else [word for side in sides for word in (option, side)]
+    return words
 
 
 def _parse_options(changes: list[str] | None, data: Path | None) -> list[str]:
@@ -250,7 +273,7 @@ def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
 
     from regard.training.progress import progress
 
-    shown = progress(total, done, console=Console(stderr=True))
+    shown = progress(total, done, console=Console(stderr=True, emoji=False))
     try:
         yield shown.step
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,6 @@ def by_name(changes: Sequence[str]) -> dict[str, str]:
     return dict(key_value(change) for change in changes)
 
 
-def check_used(task: Task, changes: Sequence[str]) -> None:
-    """Refuse a setting that has no effect in this task."""
-    refuse_unused(task.unused(), named(changes))
+def check_used(task: Task, changes: Sequence[str], own: Iterable[str] = ()) -> None:
+    """Refuse a setting that has no effect in this task; `own` are those that have an option of their name."""
+    refuse_unused(task.unused(), [*own, *named(changes)])

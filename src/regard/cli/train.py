@@ -53,7 +53,7 @@ def train_(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.", autocompletion=complete_preset),
+        typer.Option(metavar="NAME", help="Settings by name, such as cpu: `regard tasks TASK` lists them.", autocompletion=complete_preset),
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
@@ -98,11 +98,13 @@ def train_(
         config = settings.config_of(task, mixer or [], changes or [], out, own, preset)
         _check_folder(out, config)
         made = known.make_task(config)
-        settings.check_used(made, changes or [])
+        settings.check_used(made, changes or [], own)
         count, note = choose_threads(config, threads, kind, out)
     check_model(made, out)
     with sentences():
         fit = _fitter()
+        if out is not None:
+            made.go_on(out)
         made.read(data)
         new = out is None or not out.exists()
         place = _fresh(config) if out is None else out
@@ -137,7 +139,7 @@ def _absolute(path: Path) -> str:
 def _check_folder(out: Path | None, config: Config) -> None:
     """Check that a folder is new, or holds this very run, whose `steps` and `patience` may grow."""
     from regard.training.checkpoints import load_config
-    from regard.training.run_info import GROWS, grown
+    from regard.training.run_info import GROWS, grown, kept_settings
 
     if out is None or not out.exists():
         return
@@ -148,7 +150,7 @@ def _check_folder(out: Path | None, config: Config) -> None:
         if any(not path.name.startswith(".") for path in out.iterdir()):
             raise ValueError(f"{out} is not empty and holds no run: choose another folder")
         return
-    now = config.to_json()
+    begun, now = kept_settings(begun, config), config.to_json()
     larger = grown(begun, now)
     if other := [key for key in now if now[key] != begun.get(key, now[key]) and key not in larger]:
         shown = "; ".join(f"{key} is {begun[key]!r} there, not {now[key]!r}" for key in other)
@@ -206,8 +208,9 @@ def _interrupted(task: str, folder: Path, data: Path | None) -> str:
 
 def _validation_scores(lines: list[dict[str, Any]], result: Result) -> dict[str, Any]:
     """Return the scores on validation of the weights that were chosen, from the lines of metrics.jsonl."""
-    best = next((line for line in lines if line["step"] == result.best_step), {})
-    return {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
+    best: dict[str, Any] = next((line.get("val", {}) for line in lines if line["step"] == result.best_step), {})
+    scores = (result.averaged_scores or {}) if result.chosen == "average" else best
+    return {**scores, **({} if result.score is None else {result.name: result.score})}
 
 
 def _write_result(made: Task, folder: Path, result: Result, _: Path | None) -> None:
@@ -232,7 +235,9 @@ def _print_result(made: Task, folder: Path, result: Result, data: Path | None) -
         rows.append(("cost", cost))
     rows += [("run", str(folder)), ("picture", _draw_curve(made, folder, result, lines))]
     rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
-    rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
+    sample = _sample(made)
+    dash = ["--"] if sample.startswith("-") else []  # else it would be read as an option
+    rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder), *dash])} {shlex.quote(sample)}")]
     screen().print(labelled(rows), highlight=False)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from regard.arena.arena_catalogue import ARENA, arena_class, file_digest
+from regard.arena.arena_catalogue import ARENA, arena_class, source_digest
 from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 from regard.own_mechanism import named_class, split_own
@@ -17,7 +17,7 @@ from regard.own_mechanism import named_class, split_own
 def own_source(text: str) -> str:
     """Return a hash of the file that defines a mechanism of your own; empty for those of the catalogue."""
     own = split_own(text)
-    return "" if own is None else file_digest(inspect.getsourcefile(named_class(own.name)))
+    return "" if own is None else source_digest(inspect.getsourcefile(named_class(own.name)))
 
 
 def read_task(text: str, files: tuple[str, ...] = ()) -> ArenaTask:
@@ -43,7 +43,7 @@ def _file_module(path: Path) -> ModuleType:
     """Import a file under a name of its own, once for each content."""
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r} with a task")
-    name = f"regard_own_task_{file_digest(str(path))}"
+    name = f"regard_own_task_{source_digest(str(path))}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from regard.data.datasets import LabelledText
 from regard.data.own_files import file_digest
-from regard.data.text_files import DataError, read_text
+from regard.data.text_files import DataError, check_unicode, read_text
 
 SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 
@@ -34,6 +35,9 @@ def files_by_label(folder: Path, what: str) -> dict[str, list[Path]]:
         raise DataError(f"{folder} has no folders in it: one for each label is needed, with {what} in every file")
     found = {}
     for place in labels:
+        if not check_unicode(place.name):
+            shown = os.fsencode(place).decode(errors="backslashreplace")
+            raise DataError(f"the name of the folder {shown} is not UTF-8, and no label: give it another one")
         found[place.name] = _visible(place)
         if inner := next((path for path in found[place.name] if path.is_dir()), None):
             raise DataError(f"{inner} is a folder in the folder of a label, where every file is {what}: move it away")
@@ -61,7 +65,8 @@ def folder_digest(folder: Path) -> str:
     """Return a SHA-256 of all files in a folder, by their paths and contents; hidden files are left out."""
     whole = hashlib.sha256()
     for path in _below(folder):
-        whole.update(f"{path.relative_to(folder).as_posix()}\0{file_digest(path)}\n".encode())
+        name = os.fsencode(path.relative_to(folder).as_posix())  # which may not be UTF-8
+        whole.update(name + f"\0{file_digest(path)}\n".encode())
     return whole.hexdigest()
 
 

@@ -111,11 +111,16 @@ class LanguageTask(Task):
         return {"loss": nll, "bits": nll / math.log(2)}
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
-        """Continue every line, by sampling with a fixed seed."""
-        constraints = Constraints(END, max_new_tokens=self.config.max_new_tokens, banned=(PAD, UNKNOWN, BEGIN, MASK))
+        """Continue every line, by sampling with a fixed seed, within the positions of the model.
+
+        A prompt is cut to its end, so that what follows has room, but never to less than half of the positions.
+        """
+        longest, most = self.config.max_len, self.config.max_new_tokens
         device, answers = device_under(model), []
         for line in lines:
-            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.max_new_tokens) :]
+            prompt = self.characters.encode(line or "\n")[-max(longest - most, (longest + 1) // 2) :]
+            room = longest - len(prompt) + 1  # the last token is not read
+            constraints = Constraints(END, max_new_tokens=min(most, room), banned=(PAD, UNKNOWN, BEGIN, MASK))
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
             with evaluating(model):
                 continuation = generate(

@@ -13,7 +13,7 @@ class Language(Config):
 
     window: int = 256  # characters of an example at most
     stride: int = 16  # between the beginnings of two windows of an epoch
-    max_new_tokens: int = 300  # characters of a continuation
+    max_new_tokens: int = 300  # characters of a continuation at most: with its prompt it has max_len of them
     temperature: float = 0.8
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from regard.tasks.own_data_config import GivenSplits, absolute_path
+from regard.tasks.own_data_config import GivenSplits
 from regard.tasks.presets import Preset
+from regard.tasks.user_paths import absolute_path
 
 CORPORA = ("imdb", "polarity", "ewt", "saw")
 

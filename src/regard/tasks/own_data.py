@@ -50,6 +50,12 @@ class ClassificationTask(SentimentTask):
         self.bayes: dict[str, float] = {}  # accuracy of naive Bayes by split
         self.repeated: dict[str, int] = {}  # texts of val and test that train has too
 
+    def unused(self) -> dict[str, str]:
+        found, config = super().unused(), self.config
+        if config.jsonl or config.folder:
+            found["delimiter"] = "--csv"
+        return found | (dict.fromkeys(("text", "label"), "--csv and --jsonl") if config.folder else {})
+
     def examples(self, folder: Path | None) -> Splits[list[LabelledText]]:
         if not self.files.files:
             columns = "with --text COLUMN and --label COLUMN, or --folder FOLDER"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 
 from regard.config import Config
@@ -12,6 +11,7 @@ from regard.tasks.presets import Preset
 from regard.tasks.sentiment_config import Sentiment
 from regard.tasks.tagging_config import Tagging, ewt_config
 from regard.tasks.translation_config import Translation, multi30k_config
+from regard.tasks.user_paths import absolute_path
 
 
 @dataclass
@@ -40,11 +40,6 @@ class Classification(GivenSplits, Sentiment):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.csv, self.jsonl, self.folder = map(absolute_path, (self.csv, self.jsonl, self.folder))
-
-
-def absolute_path(path: str) -> str:
-    """Make a path absolute, so that a run finds its file from every folder; "" stays as it is."""
-    return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
 def classify_config() -> Classification:

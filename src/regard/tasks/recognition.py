@@ -75,7 +75,7 @@ class RecognitionTask(SpeechTask):
 
     def unused(self) -> dict[str, str]:
         found = super().unused()
-        return found if self.joint else {**found, "share": "models with a decoder"}
+        return found if self.joint else found | dict.fromkeys(("share", "smoothing"), "models with a decoder")
 
     def utterances(self, folder: Path | None) -> dict[str, list[tuple[Tensor, str]]]:
         """Read features, before they are normalised, and texts; those of "train" at all speeds."""

@@ -77,11 +77,14 @@ class SentimentTask(Task):
         """Take the vocabulary of the run that it starts from, or learn one."""
         if not self.config.init_from:
             return self._learn(texts)
-        self.begun = encoder_run(self.config, ["vocabulary.json"], ("units", "lower"))
-        return vocabulary(self.begun.assets["vocabulary.json"])
+        self.begun = None if self.begun_assets else encoder_run(self.config, ["vocabulary.json"], ("units", "lower"))
+        return vocabulary((self.begun.assets if self.begun else self.begun_assets)["vocabulary.json"])
 
     def unused(self) -> dict[str, str]:
-        return super().unused() | ({"vocab": "a vocabulary that is learned: init_from has one"} if self.config.init_from else {})
+        found = super().unused() | {"share": "models that predict tokens"}
+        if self.config.units not in ("subwords", "words"):
+            found["vocab"] = "units=subwords or words"
+        return found | ({"vocab": "a vocabulary that is learned: init_from has one"} if self.config.init_from else {})
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         texts = [text.lower() for text in texts] if self.config.lower else texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regard.config import Config
+from regard.tasks.user_paths import absolute_path
 
 
 @dataclass
@@ -18,6 +19,10 @@ class Sentiment(Config):
     pool: str = "mean"  # token, mean, max, smooth
     forget: float = 0.1  # fraction of units masked in training
     init_from: str = ""  # a finished run, as of mlm, whose embeddings, encoder and vocabulary it starts with
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.init_from = absolute_path(self.init_from)
 
 
 def imdb_config() -> Sentiment:

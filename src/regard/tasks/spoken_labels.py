@@ -57,6 +57,9 @@ class SpokenDigitTask(SpeechTask):
             raise ValueError(f"floor_change is at most floor, {config.floor:g} decibels, not {config.floor_change:g}")
         self.labels: list[str] = []
 
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {"share": "models that predict tokens"}
+
     def label(self, x: SpokenDigit) -> str:
         """Return what is learned of a recording."""
         return x.digit

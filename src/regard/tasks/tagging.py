@@ -77,13 +77,15 @@ class TaggingTask(Task):
     def _vocabularies(self, train: Sequence[Tagged]) -> tuple[Words, Characters]:
         """Take the words and letters of the run that it starts from, or those of the training part."""
         if self.config.init_from:
-            self.begun = encoder_run(self.config, ["words.json", "characters.json"], ("letters", "spelling"))
-            return spelled_vocabularies(self.begun.assets)
+            names = ["words.json", "characters.json"]
+            self.begun = None if self.begun_assets else encoder_run(self.config, names, ("letters", "spelling"))
+            return spelled_vocabularies(self.begun.assets if self.begun else self.begun_assets)
         words = Words.of((normalized_words(x.words) for x in train), min_count=self.config.min_count)
         return words, Characters.of(word for x in train for word in x.words)
 
     def unused(self) -> dict[str, str]:
-        return super().unused() | ({"min_count": "words that are learned: init_from has them"} if self.config.init_from else {})
+        found = super().unused() | {"share": "models that predict tokens"}
+        return found | ({"min_count": "words that are learned: init_from has them"} if self.config.init_from else {})
 
     def assets(self) -> dict[str, str]:
         tags = json.dumps({"tags": self.tags, "fine": self.fine})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regard.config import Config
+from regard.tasks.user_paths import absolute_path
 
 
 @dataclass
@@ -17,6 +18,10 @@ class Tagging(Config):
     forget: float = 0.2  # fraction of words masked in training, so that spelling is learned
     fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
     init_from: str = ""  # a finished run, as of mlm with units=spelled, whose embeddings, encoder and vocabulary it starts with
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.init_from = absolute_path(self.init_from)
 
 
 def ewt_config() -> Tagging:

@@ -59,6 +59,7 @@ class Task:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.splits: SplitExamples = {}
+        self.begun_assets: Mapping[str, str] = {}  # assets of the run that goes on: `read` takes from them what init_from gave it
 
     @property
     def description(self) -> str:
@@ -78,6 +79,15 @@ class Task:
     def read(self, folder: Path | None = None) -> None:
         """Find the data, learn vocabularies from its training part, and encode it into `splits`."""
         raise NotImplementedError
+
+    def go_on(self, out: Path) -> None:
+        """Take the assets of the run in a folder, where it has weights of its own: the run of init_from is not needed then."""
+        from regard.training import checkpoints
+
+        has_weights = checkpoints.latest(out) is not None or (out / checkpoints.RESULT).is_file()
+        if getattr(self.config, "init_from", "") and has_weights:
+            checkpoints.check_seals(out)
+            self.begun_assets = checkpoints.load_assets(out)
 
     def check_mixers(self) -> None:
         """Refuse mechanisms that do not fit the tokens, such as a pattern of another grid, before anything is read."""

@@ -63,6 +63,7 @@ class TrainedRun:
     model: nn.Module
     update: int | None = None  # of the weights, where they are those of a checkpoint; None: the final ones
     note: str = ""  # a sentence about an unfinished run
+    sha256: str = ""  # of the file of the weights
 
     @classmethod
     def open(
@@ -84,7 +85,7 @@ class TrainedRun:
             )
         if find_spec("safetensors") is None:
             raise ModuleNotFoundError("the weights of a run need safetensors: pip install 'regard[train]'", name="safetensors")
-        kept, weights, update, note = run_weights(folder, checkpoint)
+        kept, weights, sha256, update, note = run_weights(folder, checkpoint)
         config = decoding(restored(kept.config, f"{folder}/config.json"), settings or {})
         task = tasks.make_task(config)
         try:
@@ -96,7 +97,7 @@ class TrainedRun:
         with installed_here(folder):
             model = task.model()
         put_weights(model, kept.weights, weights)
-        return cls(folder, task, model.to(kind).eval(), update, note)
+        return cls(folder, task, model.to(kind).eval(), update, note, sha256)
 
     @property
     def config(self) -> Config:

@@ -45,6 +45,7 @@ def train(
     made = tasks.make_task(config)
     refuse_unused(made.unused(), settings)
     check_decoding(config)
+    made.go_on(folder)
     made.read(None if data is None else Path(data))
     for line in () if quiet else made.describe_data():
         print_line(line)

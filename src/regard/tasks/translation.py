@@ -98,6 +98,14 @@ class TranslationTask(Task):
             if getattr(self.decoder, name) != kept:
                 raise ValueError(f"{name} of {before.name} cannot change after training, {can}: write {name}={kept!r}")
 
+    def unused(self) -> dict[str, str]:
+        found, config = super().unused(), self.config
+        if isinstance(self.mode, SelfCritical | MinimumRisk):
+            found["smoothing"] = "modes that learn true tokens"
+        if config.units == "characters":
+            found["vocab"] = "units=subwords or words"
+        return found
+
     def pairs(self, folder: Path | None) -> Any:
         """Read the texts of all splits."""
         return read_multi30k(find("multi30k", folder))
@@ -105,8 +113,8 @@ class TranslationTask(Task):
     def read(self, folder: Path | None = None) -> None:
         train, val, test = self.pairs(folder)
         if self.config.init_from and not self.finished:
-            self.begun = initialized_from(self.config)
-            self.vocabulary = vocabulary(self.begun.assets["vocabulary.json"])
+            self.begun = None if self.begun_assets else initialized_from(self.config)
+            self.vocabulary = vocabulary((self.begun.assets if self.begun else self.begun_assets)["vocabulary.json"])
         self.texts = {"train": self._targets(train), "val": val, "test": test}
         if self.vocabulary is None:
             self.vocabulary = self._learn([text for pair in train for text in pair])

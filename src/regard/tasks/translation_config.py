@@ -9,6 +9,7 @@ from typing import ClassVar
 from regard.config import Config
 from regard.options import Options
 from regard.tasks.decoder_options import DECODERS
+from regard.tasks.user_paths import absolute_path
 from regard.training.mode_options import MODES
 
 
@@ -27,6 +28,10 @@ class Translation(Config):
     mode: str = "teacher_forcing"  # how the decoder is trained; options below
     init_from: str = ""  # a finished run whose weights it starts with; a non-autoregressive decoder keeps its own slots
     distilled: str = ""  # targets of the training sources by another model, a file that `regard distil` wrote
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.init_from, self.distilled = absolute_path(self.init_from), absolute_path(self.distilled)
 
 
 def multi30k_config() -> Translation:

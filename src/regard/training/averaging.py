@@ -16,14 +16,15 @@ Weights = Mapping[str, Tensor]
 def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
     """Average weights, (1/k) sum_i w_i, summed in float64: of files, of checkpoint folders, or of weights themselves.
 
-    Integers have no mean: they must be the same in all. Polyak averaging, over saved states (Vaswani et al. 2017,
-    arXiv:1706.03762, section 6.1).
+    Integers have no mean: they are those of the last, as the number of batches that a norm has seen. Polyak averaging, over
+    saved states (Vaswani et al. 2017, arXiv:1706.03762, section 6.1).
     """
     if not many:
         raise ValueError("there is nothing to average")
     first, sums = None, {}
+    last: Weights = {}
     for number, one in enumerate(many):
-        weights = _read_weights(one) if isinstance(one, Path) else one
+        weights = last = _read_weights(one) if isinstance(one, Path) else one
         if first is None:
             first = weights
             sums = {name: _wide(x) for name, x in weights.items()}
@@ -40,7 +41,7 @@ def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
             mean = sums[name] / len(many)
             means[name] = mean.to(x.dtype)
         else:
-            means[name] = x.clone()
+            means[name] = last[name].clone()
     return means
 
 
@@ -72,5 +73,3 @@ def _check_same_model(first: Weights, other: Weights, which: str) -> None:
                 f"weights of different models have no mean: {name!r} is {x.dtype} {tuple(x.shape)} in {which}, "
                 f"and {first[name].dtype} {tuple(first[name].shape)} in the first"
             )
-        if not _has_mean(x) and not torch.equal(x, first[name]):
-            raise ValueError(f"{name!r} holds integers that differ between {which} and the first, so they have no mean")

@@ -21,7 +21,7 @@ from regard.training.interrupts import Interrupted, Interrupts
 from regard.training.learnable import Learnable
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
 from regard.training.loop import device_of, matmul_precision, run_updates
-from regard.training.metrics_log import MetricsLog, read_metrics
+from regard.training.metrics_log import MetricsLog, finite, read_metrics
 from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Progress, print_line, progress
 from regard.training.result import Result, finished
@@ -152,7 +152,7 @@ class _TrainingRun:
         line: dict[str, Any] = {"step": step, "time": self.seconds, **self.learner.measured(self._saved), **self.speed.measured()}
         self.progress.measured(line["loss"])
         if validate:
-            with self.interrupts.at_once():
+            with self.learner.evaluated(), self.interrupts.at_once():  # weights are not swapped inside: they would be mixed
                 line["val"] = self.score()
             save |= self._judge(step, line["val"])
         self.journal.write(line)
@@ -167,11 +167,11 @@ class _TrainingRun:
         return round(self.before + time.monotonic() - self.begun, 3)
 
     def score(self) -> dict[str, float]:
-        """On the validation data, in the precision of training."""
+        """Score the weights in the model on the validation data, in the precision of training."""
         model = self.learner.model
         model.eval()
         try:
-            with torch.no_grad(), self.learner.evaluated(), self.learner.autocast():
+            with torch.no_grad(), self.learner.autocast():
                 scores = self.task.watch(model)
         finally:
             model.train()
@@ -244,14 +244,15 @@ class _TrainingRun:
         last, self.learner.ema = self.learner.step, None  # all weights from here on are those of checkpoints
         self._prune(last)  # it may have been killed before it did
         step = self.best["step"] if self.best else last
-        weights, chosen, named, averaged = self._weights_at(step), "best" if self.best else "last", str(step), None
+        weights, chosen, named = self._weights_at(step), "best" if self.best else "last", str(step)
+        scores: dict[str, float] = {}
         steps = self._regular(last)[-self.config.average :]
         if len(steps) > 1:
             mean = average([self._weights_at(saved) for saved in steps])
-            averaged = self._score_of(mean)
-            if self._better(averaged, self._best_score()):
+            scores = self._scores_of(mean)
+            if self._better(float(scores[self.name]), self._best_score()):
                 chosen, weights, named = "average", mean, "average of " + ", ".join(map(str, steps))
-        return self._close(weights, named, averaged, chosen)
+        return self._close(weights, named, scores, chosen)
 
     def _weights_at(self, step: int) -> dict[str, Tensor]:
         path = checkpoints.at(self.out, step)
@@ -259,19 +260,23 @@ class _TrainingRun:
             path, f"delete {path} and the folders of all later steps to go on from the checkpoint before"
         ).weights
 
-    def _score_of(self, weights: dict[str, Tensor]) -> float:
+    def _scores_of(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """Score other weights in the model, on the device of training."""
         self.learner.model.to(self.learner.device)  # a run that is resumed at its end has made no update
         checkpoints.put_weights(self.learner.model, weights, "the average")
         rng.set_rng_state(checkpoints.load_checkpoint(checkpoints.at(self.out, self.learner.step)).state["dice"])
-        return float(self.score()[self.name])
+        return self.score()
 
-    def _close(self, weights: dict[str, Tensor], named: str, averaged: float | None, chosen: str) -> Result:
+    def _close(self, weights: dict[str, Tensor], named: str, scores: dict[str, float], chosen: str) -> Result:
+        """Write the weights and the result; `scores` are those of the average, if there is one."""
         data = atomic_files.tensors_to_bytes(weights, {"step": named})  # one entry: several would be in any order
         best = self.best or {"score": None, "step": None}
-        averaged = averaged if averaged is not None and math.isfinite(averaged) else None
-        result = Result(self.learner.step, self.name, best["score"], best["step"], averaged, chosen, self.stopped, self.seconds)
+        kept: dict[str, float | None] = finite(scores)
+        result = Result(
+            self.learner.step, self.name, best["score"], best["step"], kept.get(self.name), chosen, self.stopped, self.seconds
+        )
         result = dataclasses.replace(result, sha256=atomic_files.digest(data), **run_cost(read_metrics(self.journal.path)))
+        result.averaged_scores = kept if chosen == "average" else None
         atomic_files.replace(self.out / checkpoints.WEIGHTS, data)
         atomic_files.replace(
             self.out / checkpoints.RESULT, atomic_files.as_json(dataclasses.asdict(result))

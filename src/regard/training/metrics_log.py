@@ -70,13 +70,13 @@ def _sound(line: Any) -> bool:
 
 
 def _json_line(line: dict[str, Any]) -> str:
-    return json.dumps(_finite(line), ensure_ascii=False) + "\n"
+    return json.dumps(finite(line), ensure_ascii=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
+        return {name: finite(x) for name, x in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

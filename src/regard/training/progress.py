@@ -84,7 +84,7 @@ class Lines(Progress):
         self.show()
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Bar(Lines):
@@ -113,13 +113,13 @@ def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console
     """Choose the kind of progress that fits the console."""
     if quiet:
         return Progress(total, done)
-    console = console or Console()
+    console = console or Console(emoji=False)
     return (Bar if console.is_terminal else Lines)(total, done, console=console)
 
 
 def print_line(text: str) -> None:
     """Print one line on stdout."""
-    Lines(0, console=Console()).note(text)
+    Lines(0, console=Console(emoji=False)).note(text)
 
 
 def span(seconds: float) -> str:

@@ -25,6 +25,7 @@ class Result:
     sha256: str = ""  # of weights.safetensors
     tokens_per_second: float | None = None  # of updates, the median of its measurements
     peak_memory: int | None = None  # bytes: on a GPU those of tensors, on a CPU those of the process
+    averaged_scores: dict[str, float | None] | None = None  # all scores of the average, where it was chosen
 
     @property
     def score(self) -> float | None:

@@ -78,6 +78,13 @@ def first_defaults(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(type(config)().to_json()))
 
 
+def kept_settings(there: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the settings of a run as their class writes them now: an earlier version kept some paths as they were given."""
+    known = {name: value for name, value in there.items() if name in vars(config) and name != "task"}
+    now = json.loads(json.dumps(config.replace(known).to_json()))
+    return {**there, **{name: now[name] for name in known}}
+
+
 def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """List the settings that have become larger since the run began, of those that may; patience 0 is the largest."""
     known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
@@ -98,7 +105,7 @@ def same_run(out: Path, task: Learnable, resume: bool) -> list[str]:
     if not resume:
         raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
     checkpoints.check_seals(out)
-    there = first_defaults(task.config) | there
+    there = first_defaults(task.config) | kept_settings(there, task.config)
     larger, missing = grown(there, config), object()
     names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
     if names := [name for name in names if name not in larger]:

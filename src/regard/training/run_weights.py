@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from regard.training import checkpoints
+from regard.training import atomic_files, checkpoints
 from regard.training.atomic_files import RunError
 from regard.training.checkpoints import Checkpoint, SavedRun
 
@@ -17,6 +17,7 @@ class RunWeights(NamedTuple):
 
     run: SavedRun
     weights: Path  # the file of the weights
+    sha256: str  # of that file
     update: int | None = None  # of the weights, where they are those of a checkpoint
     note: str = ""  # a sentence about an unfinished run
 
@@ -29,7 +30,8 @@ def run_weights(out: Path, checkpoint: str | int | None = None) -> RunWeights:
     config = checkpoints.load_config(out)
     unfinished = not (out / checkpoints.RESULT).is_file() and bool(checkpoints.steps(out))
     if config is None or (checkpoint is None and not unfinished):
-        return RunWeights(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
+        run, result = checkpoints.load_run(out), atomic_files.read_json(out / checkpoints.RESULT, "restore it")
+        return RunWeights(run, out / checkpoints.WEIGHTS, result["sha256"])
     checkpoints.check_seals(out)
     chosen, validated = _load_again(out, checkpoint)
     note = ""
@@ -38,7 +40,8 @@ def run_weights(out: Path, checkpoint: str | int | None = None) -> RunWeights:
         far = f"update {checkpoints.steps(out)[-1]} of {config.get('steps')}"
         note = f"the run in {out} is not finished ({far}): these are the weights of update {chosen.step}, {which}"
     where = checkpoints.at(out, chosen.step) / checkpoints.WEIGHTS
-    return RunWeights(SavedRun(config, checkpoints.load_assets(out), chosen.weights), where, chosen.step, note)
+    run, sha256 = SavedRun(config, checkpoints.load_assets(out), chosen.weights), chosen.state["sha256"][checkpoints.WEIGHTS]
+    return RunWeights(run, where, sha256, chosen.step, note)
 
 
 def _load_again(out: Path, checkpoint: str | int | None) -> tuple[Checkpoint, bool]:

@@ -44,7 +44,7 @@ class UpdateSpeed:
 
 
 def tokens_read(batch: Batch, decodes: bool) -> int:
-    """Count the real tokens of the source (b n), and of the target (b m) if a decoder reads it."""
+    """Count the real tokens of the source (b n), or its images, and of the target (b m) if a decoder reads it."""
     count = _real_tokens(batch.source, batch.source_valid)
     if decodes and batch.target is not None:
         count += _real_tokens(batch.target, batch.target_valid)
@@ -54,6 +54,8 @@ def tokens_read(batch: Batch, decodes: bool) -> int:
 def _real_tokens(x: Tensor, valid: Tensor | None) -> int:
     if valid is not None:
         return int(valid.sum())
+    if x.ndim > 3 or x.dtype == torch.uint8:  # images (b c h w), in gray (b h w): each counts once, as in batch_tokens
+        return len(x)
     return x.shape[:2].numel()
 
 
