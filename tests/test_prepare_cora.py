@@ -101,7 +101,9 @@ def test_a_clone_becomes_arrays(clone: Path, tmp_path: Path) -> None:
     for number, source in enumerate((archive, clone / "data")):
         assert run("prepare", "cora", str(source), "--out", str(tmp_path / str(number))).exit_code == 0
         assert (tmp_path / str(number) / "cora.npz").read_bytes() == (tmp_path / "a/cora.npz").read_bytes()
-    found, wanted = read_cora(tmp_path / "a"), np.load(tmp_path / "wanted.npz")
+    found = read_cora(tmp_path / "a")
+    with np.load(tmp_path / "wanted.npz") as archive:
+        wanted = dict(archive)
     assert found.graph.words == [row.nonzero()[0].tolist() for row in wanted["words"]] and found.graph.vocabulary == WORDS
     assert found.graph.labels == wanted["labels"].tolist()
     assert found.graph.edges == sorted(
