@@ -53,7 +53,7 @@ def train_(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Settings by name, such as cpu: `regard tasks TASK` lists them.", autocompletion=complete_preset),
+        typer.Option(metavar="NAME", help="Settings by name: `regard tasks TASK` lists them.", autocompletion=complete_preset),
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
