@@ -78,6 +78,13 @@ def test_padding_may_hold_anything_and_a_wrong_type_has_a_sentence() -> None:
         layer(x.float())
 
 
+def test_a_graph_with_padded_nodes_is_refused_with_the_way_out() -> None:
+    ring = on_graph(made(), Edges([[0, 1, 2], [1, 2, 0]], nodes=3))
+    x, valid = torch.randn(1, 3, WIDTH, dtype=torch.float64, device=DEVICE), torch.tensor([[True, True, False]], device=DEVICE)
+    with pytest.raises(ValueError, match=r"3 nodes: they cannot be used with 2 queries and 2 keys.* use disjoint and on_graph"):
+        ring(x, valid=valid)
+
+
 def test_dropout_is_of_the_weights_alone() -> None:
     """A dropped weight takes its neighbour away and scales the others, and the mean stays: no feature is dropped."""
     layer, x = made(dropout=0.5, bias=False).train(), torch.randn(1, N, WIDTH, dtype=torch.float64, device=DEVICE)

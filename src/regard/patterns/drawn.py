@@ -242,7 +242,8 @@ class Edges(Atom):
     def bound(self, n: int, m: int) -> Pattern:
         if n != self.nodes or m != self.nodes:
             raise ValueError(
-                f"these edges are of a graph with {self.nodes} nodes: they cannot be used with {n} queries and {m} keys"
+                f"these edges are of a graph with {self.nodes} nodes: they cannot be used with {n} queries and {m} keys. Padding "
+                "takes nodes out of a graph: for graphs of several sizes use disjoint and on_graph"
             )
         return self
 
