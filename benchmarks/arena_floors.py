@@ -46,7 +46,7 @@ def row(text: str) -> dict[str, Any]:
 
 def main() -> None:
     every = [*ARENA, *FORMS]
-    chosen = only_words(__doc__, "tasks", nargs="*") or every
+    chosen = only_words(__doc__, "tasks") or every
     path = RESULTS / "arena_floors.json"
     rows = {x["task"]: x for x in json.loads(path.read_text())["rows"]} if path.exists() else {}
     shown = Progress(len(chosen))

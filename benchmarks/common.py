@@ -21,13 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 
 
-def only_words(description: str | None, *words: str, **options: Any) -> list[str]:
-    """Read the command line of a script without options, which --help describes; returns the words that it takes, if any."""
+def only_words(description: str | None, words: str = "", nargs: str = "*") -> list[str]:
+    """Read the command line of a script without options, which --help describes; returns its words, where it takes any."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for word in words:
-        parser.add_argument(word, **options)
-    given = parser.parse_args()
-    return getattr(given, words[0]) if words else []
+    if words:
+        parser.add_argument(words, nargs=nargs)
+    return getattr(parser.parse_args(), words, [])
 
 
 def alone(script: str, *args: str, env: dict[str, str] | None = None) -> dict[str, Any]:

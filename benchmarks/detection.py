@@ -131,14 +131,15 @@ class Trainer:
 
 def scored(task: DetectionTask, model: torch.nn.Module) -> tuple[dict[str, float], dict[str, float], float]:
     """Score validation and test by the threshold that counts best on validation, the middle one of equals; returns it too."""
-    counts = {}
+    found = {}
     for sure in SURE:
         task.config = task.config.replace({"sure": sure})
-        counts[sure] = task.score(model, "val")["count"]
-    equal = [sure for sure in SURE if counts[sure] == max(counts.values())]
+        found[sure] = task.score(model, "val")
+    most = max(scores["count"] for scores in found.values())
+    equal = [sure for sure in SURE if found[sure]["count"] == most]
     sure = equal[len(equal) // 2]
     task.config = task.config.replace({"sure": sure})
-    return task.score(model, "val"), task.score(model, "test"), sure
+    return found[sure], task.score(model, "test"), sure
 
 
 def next_cell(record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any] | None:

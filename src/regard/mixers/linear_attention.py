@@ -220,10 +220,11 @@ class Cosformer(Linear):
         start, n = places.start, places.shape[1]
         if not n or not places.shape[0] or (start is not None and start + n <= self.longest):
             return
-        if start is not None or not torch.compiler.is_compiling():
-            last = start + n if start is not None and places.valid is None else places.longest
-            if last > self.longest:
-                raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
+        if start is None and torch.compiler.is_compiling():
+            return
+        last = start + n if start is not None and places.valid is None else places.longest
+        if last > self.longest:
+            raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:
         fused = fuses_features(q, q[:, :, :0], self.dims.backend)

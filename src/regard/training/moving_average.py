@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from regard.training.checkpoints import weights_of
 
-TRAINED_WEIGHT = (
-    "trained"  # the weights that training goes on from, beside the tensors of the optimiser: "stack.0.weight/trained"
-)
+# names the weights that training goes on from, beside the tensors of the optimiser: "stack.0.weight/trained"
+TRAINED_WEIGHT = "trained"
 
 
 class MovingAverage:

@@ -73,16 +73,15 @@ def config_json(task: Learnable) -> dict[str, Any]:
     return json.loads(json.dumps(task.config.to_json()))
 
 
-def first_defaults(config: Any) -> dict[str, Any]:
-    """Return the values that the settings of a class have without a task or a caller, as JSON values."""
-    return json.loads(json.dumps(type(config)().to_json()))
-
-
 def kept_settings(there: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the settings of a run as their class writes them now: an earlier version kept some paths as they were given."""
+    """Return the settings of a run as the class of `config` writes them now, as JSON values.
+
+    An earlier version kept some paths as they were given, and lacked settings that were added since: they have the defaults of
+    the class.
+    """
     known = {name: value for name, value in there.items() if name in vars(config) and name != "task"}
-    now = json.loads(json.dumps(config.replace(known).to_json()))
-    return {**there, **{name: now[name] for name in known}}
+    now = json.loads(json.dumps(type(config)().replace(known).to_json()))
+    return {**now, **there, **{name: now[name] for name in known}}
 
 
 def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -105,7 +104,7 @@ def same_run(out: Path, task: Learnable, resume: bool) -> list[str]:
     if not resume:
         raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
     checkpoints.check_seals(out)
-    there = first_defaults(task.config) | kept_settings(there, task.config)
+    there = kept_settings(there, task.config)
     larger, missing = grown(there, config), object()
     names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
     if names := [name for name in names if name not in larger]:
